@@ -1,0 +1,1 @@
+"""Where things run: everything that needs Ray."""

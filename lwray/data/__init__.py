@@ -1,0 +1,1 @@
+"""From what the user names to rows: sources, tokenising, shards, order, loading."""

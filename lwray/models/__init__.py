@@ -1,0 +1,1 @@
+"""Networks written here, and the counter-based randomness that they draw from."""
