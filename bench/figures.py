@@ -1,6 +1,5 @@
 """What all benches share: tables in Markdown, versions beside figures, and documents that a command fills."""
 
-import importlib.metadata
 import os
 import platform
 import time
@@ -10,8 +9,7 @@ from typing import Any
 
 import torch
 
-import lwray
-from lwray.tracking.rundir import write_text
+from lwray.tracking.rundir import versions, write_text
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
@@ -20,9 +18,8 @@ PACKAGES = ("torch", "deepspeed", "ray")
 
 def environment(device: str) -> dict[str, Any]:
     """What a figure depends on beside the code."""
-    packages = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
-        "versions": {"lwray": lwray.__version__, **packages, "python": platform.python_version()},
+        "versions": {**versions(PACKAGES), "python": platform.python_version()},
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "cores": len(os.sched_getaffinity(0)),
         "date": time.strftime("%Y-%m-%d"),

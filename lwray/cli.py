@@ -201,7 +201,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def show_overview(run: "RunDir", as_json: bool, verify: bool) -> None:
-    """`lwray show RUN`, with `--json` or without. Raises RunFailed where `verify` finds damage."""
+    """`lwray show RUN`, with `--json` or without. Raises RunFailed where `verify` finds damage, or cannot read."""
     from lwray.checkpoint.health import checkpoints
     from lwray.store import open_store
     from lwray.tracking import show
@@ -214,6 +214,9 @@ def show_overview(run: "RunDir", as_json: bool, verify: bool) -> None:
         from rich.console import Console
 
         Console().print(show.tables(run, fields))
+    if verify and (unknown := [row for row in rows if row.health == "unknown"]):
+        names = ", ".join(row.name for row in unknown)
+        raise RunFailed(f"Not verified: {names}. The storage does not answer: {unknown[0].reason}. Try again later.")
     if verify and (damaged := [row.name for row in rows if row.damaged]):
         raise RunFailed(
             f"Damaged: {', '.join(damaged)}. A start goes on from the newest whole checkpoint; "

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,3 +92,16 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert door.train("data.log_ids=true", "train.max_hours=1e-9") == ExitCode.FINISHED
         assert door.train("data.log_ids=true", "train.max_hours=1") == ExitCode.FINISHED
     return door.root
+
+
+@pytest.fixture(name="door")
+def copy_of_trained(trained: Path, tmp_path: Path) -> Door:
+    """A copy of the trained run, to change; a module may have another `trained`."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return Door(tmp_path)
+
+
+@pytest.fixture(name="fresh")
+def fresh_door(tmp_path: Path) -> Door:
+    """A run file and its text, and no run yet."""
+    return Door(tmp_path).write()

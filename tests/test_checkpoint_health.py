@@ -75,10 +75,26 @@ def test_each_that_cannot_be_used_says_why_and_only_damage_is_damage(store: Loca
         (30, "whole" if verify else "not verified"),
         (40, "given up"),
         (50, "unfinished"),
-        (60, "manifest unreadable"),
+        (60, "unknown"),
     ]
-    assert [row.step for row in rows if row.damaged] == [20, 60]
+    assert [row.step for row in rows if row.damaged] == [20]
     assert rows[0].reason == "it is of format 7, and this version of lwray reads up to 1"
+
+
+class Failing(LocalStore):
+    """A store that gives manifests, and fails in the middle of what is larger."""
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        if not path.endswith("manifest.json"):
+            raise OSError(5, "Input/output error", path)
+        return super().read(path, start, stop)
+
+
+def test_a_store_that_does_not_answer_says_nothing_about_what_lies_there(store: LocalStore) -> None:
+    rows = checkpoints(Failing(store.root), verify=True)
+    assert {row.health for row in rows} == {"unknown"}
+    assert not any(row.damaged for row in rows)
+    assert "Input/output error" in str(rows[0].reason)
 
 
 class Retaining(LocalStore):

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from door import Door, contents, own_process, trained_run  # noqa: F401
+from door import Door, contents, copy_of_trained, fresh_door, own_process, trained_run  # noqa: F401
 from mlflow.tracking import MlflowClient
 
 from lwray import __version__
@@ -24,18 +23,6 @@ from lwray.tracking.rundir import Identity, RunDir
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 COMMANDS = ("train", "prepare", "config", "show", "export")
-
-
-@pytest.fixture
-def door(trained: Path, tmp_path: Path) -> Door:
-    """A copy of the trained run, to change."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    return Door(tmp_path)
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Door:
-    return Door(tmp_path).write()
 
 
 def attempts(door: Door, run: str = "tiny") -> list[str]:

@@ -22,8 +22,17 @@ def on(run: EngineRun, backend: str, *keys: str) -> EngineRun:
     return EngineRun(f"{run.name}-{backend}", (*run.keys, f"parallel.backend={backend}", *keys))
 
 
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("deepspeed*"))
+
+
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_before() -> set[Path]:
+    return shared_memory()
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory, shared_before: set[Path]) -> Path:
     """One process, two workers on every backend, three and five (uneven shares of 12 rows) on DDP and ZeRO-2."""
     root = tmp_path_factory.mktemp("equality")
     train_on(1, root / "1", [ONE, DROPPING, HALF, AWKWARD])
@@ -46,6 +55,13 @@ def agree(a: list[float], b: list[float], relative: float) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_on_two_workers_has_the_losses_of_one_process(storage: Path, backend: str) -> None:
     agree(losses_of(storage / "1", "one"), losses_of(storage / "2", f"one-{backend}"), PRECISE)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_leaves_no_shared_memory_behind(storage: Path, shared_before: set[Path]) -> None:
+    """DeepSpeed's buffers for inference outlive their process: some hundred starts fill a machine's memory."""
+    assert lines_of(storage / "2", "one-zero2")
+    assert shared_memory() <= shared_before
 
 
 @pytest.mark.timeout(300)

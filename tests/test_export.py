@@ -3,7 +3,6 @@
 import json
 import shutil
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from door import Door, contents, process_as_it_was
+from door import Door, contents, copy_of_trained, fresh_door, own_process, process_as_it_was  # noqa: F401
 from safetensors.torch import load_file, load_model
 from torch import Tensor
 
@@ -43,12 +42,6 @@ CLASSES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _process() -> Iterator[None]:
-    with process_as_it_was():
-        yield
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the run `tiny`, whose lr is so large that its best evaluation is not its last."""
@@ -57,18 +50,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with process_as_it_was():
         assert door.train(*steps, "optim.lr=0.3", "optim.schedule=constant") == ExitCode.FINISHED
     return door.root
-
-
-@pytest.fixture
-def door(trained: Path, tmp_path: Path) -> Door:
-    """A copy of it, to change."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    return Door(tmp_path)
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Door:
-    return Door(tmp_path).write()
 
 
 def run_of(door: Door) -> Path:

@@ -10,7 +10,7 @@ GPU_WORKER = {"CPU": 4.0, "GPU": 1.0}
 
 
 def node(free: dict[str, float], held: int = 0, leaves_at: float | None = None) -> NodeView:
-    return NodeView("id", "10.0.0.1", {"CPU": 16.0, "GPU": 4.0}, free, leaves_at, held)
+    return NodeView("id", "10.0.0.1", free, leaves_at, held)
 
 
 def test_nodes_that_leave_and_room_that_others_have_do_not_count() -> None:

@@ -7,14 +7,14 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from door import Door, contents, process_as_it_was
+from door import Door, contents, own_process, process_as_it_was  # noqa: F401
 from engine_ranks import TASKS, lines_of, losses_of, weights_of
 from safetensors.torch import save_file
 from test_foreign import Touch
@@ -42,12 +42,6 @@ KEYS = (
 )
 STANDS_STILL = ("optim.lr=1e-30", "train.steps=1")
 """A run that ends with the weights that it began with: no float32 moves by so little."""
-
-
-@pytest.fixture(autouse=True)
-def _process() -> Iterator[None]:
-    with process_as_it_was():
-        yield
 
 
 def train(storage: Path, name: str, *keys: str) -> int:

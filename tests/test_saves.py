@@ -19,7 +19,7 @@ from test_resume import KEYS, assert_same, finish, last_step, resumed_steps, sta
 
 from lwray.cli import main
 from lwray.config.schema import CheckpointSection
-from lwray.engine.interval import FIRST_S, OVERHEAD, PRIOR_S, RETRY_S, Interval, auto_seconds
+from lwray.engine.interval import FIRST_S, OVERHEAD, PRIOR_S, RETRY_S, Interval, auto_seconds, count_losses
 from lwray.errors import ExitCode
 from lwray.faults import POINTS, VARIABLE, Fault
 from lwray.tracking.journal import merged_ledger, merged_metrics
@@ -350,6 +350,13 @@ def test_the_clock_of_an_automatic_interval(clock: SimpleNamespace) -> None:
     assert not auto.is_due()
     clock.seconds += 1
     assert auto.is_due(), "counted from when the save began"
+
+
+def test_only_what_no_last_save_preceded_counts_as_a_loss() -> None:
+    started, resumed = {"event": "started"}, {"event": "resumed"}
+    periodic, final = ({"event": "checkpoint", "cause": cause} for cause in ("periodic", "final"))
+    assert count_losses([started, periodic, final, resumed, final, resumed]) == 0, "stopped, drained, resized"
+    assert count_losses([started, periodic, resumed, final, resumed, periodic, {"event": "stopped"}, resumed]) == 2
 
 
 @given(st.floats(0.001, 100), st.floats(0.001, 1000), st.floats(1, 1e6))

@@ -7,7 +7,7 @@ commit. A manifest is created exclusively, so a later attempt closes the gap by 
 from contextlib import suppress
 
 from lwray.checkpoint.find import Skipped, newest_first
-from lwray.checkpoint.manifest import NAME, attempt_of, encode_given_up
+from lwray.checkpoint.manifest import NAME, encode_given_up, place_of
 from lwray.store import Store
 
 
@@ -30,7 +30,7 @@ def give_up_unfinished(store: Store, attempt: int) -> tuple[Skipped, ...]:
     """
     unfinished = []
     for name in newest_first(store):
-        if attempt_of(name) >= attempt or store.size(f"{name}/{NAME}") is not None:
+        if place_of(name)[1] >= attempt or store.size(f"{name}/{NAME}") is not None:
             continue
         try:
             taken = store.create(f"{name}/{NAME}", encode_given_up(attempt))

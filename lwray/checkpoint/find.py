@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from lwray.checkpoint.manifest import FileEntry, GivenUp, Manifest, NewerFormat, read_manifest
+from lwray.checkpoint.manifest import FileEntry, GivenUp, Manifest, NewerFormat, place_of, read_manifest
 from lwray.store import Store
 
 BLOCK = 1 << 24
@@ -34,17 +34,16 @@ def newest_first(store: Store) -> list[str]:
     return sorted((name for name in store.names() if DIRECTORY.fullmatch(name)), key=place_of, reverse=True)
 
 
-def place_of(name: str) -> tuple[int, int]:
-    """(step, attempt), by which checkpoints are ordered."""
-    _, step, attempt = name.split("-")
-    return int(step), int(attempt)
-
-
 def committed(store: Store) -> Iterator[tuple[str, Manifest]]:
-    """Name and manifest of every checkpoint that has a readable one, newest first; no tensor is looked at."""
+    """Name and manifest of every checkpoint that has a readable one, newest first; no tensor is looked at.
+
+    Raises NewerFormat, with the name, at one that a later version wrote: what is older is not the run's state any more.
+    """
     for name in newest_first(store):
         try:
             yield name, read_manifest(store, name)
+        except NewerFormat as error:
+            raise NewerFormat(f"{name}: {error}") from None
         except ValueError:
             continue
 

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lwray.checkpoint.find import damage, newest_first, val_loss_of
-from lwray.checkpoint.manifest import NAME, GivenUp, Manifest, NewerFormat, attempt_of, read_manifest
+from lwray.checkpoint.manifest import NAME, GivenUp, Manifest, NewerFormat, place_of, read_manifest
 from lwray.store import Store
 
-Health = Literal["not verified", "whole", "damaged", "manifest unreadable", "newer format", "unfinished", "given up"]
+Health = Literal[
+    "not verified", "whole", "damaged", "manifest unreadable", "newer format", "unfinished", "given up", "unknown"
+]
+"""`unknown`: the store did not answer, which says nothing about what lies there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,17 @@ def _row(store: Store, name: str, verify: bool) -> Row:
     except NewerFormat as error:
         return _without_manifest(name, "newer format", str(error))
     except OSError as error:
-        return _without_manifest(name, "manifest unreadable", str(error))
+        return _without_manifest(name, "unknown", str(error))
     except ValueError as error:
         if not _has_manifest(store, name):
             return _without_manifest(name, "unfinished")
         return _without_manifest(name, "manifest unreadable", str(error))
     if not verify:
         return _committed(name, manifest, "not verified")
-    reason = damage(store, name)
+    try:
+        reason = damage(store, name)
+    except OSError as error:
+        return _committed(name, manifest, "unknown", str(error))
     if reason is None:
         return _committed(name, manifest, "whole")
     # a deletion takes the manifest first: what is missing after it is no damage
@@ -75,8 +81,8 @@ def _has_manifest(store: Store, name: str) -> bool:
 
 
 def _without_manifest(name: str, health: Health, reason: str | None = None) -> Row:
-    _, step, _ = name.split("-")
-    return Row(name, int(step), attempt_of(name), health, reason)
+    step, attempt = place_of(name)
+    return Row(name, step, attempt, health, reason)
 
 
 def _committed(name: str, manifest: Manifest, health: Health, reason: str | None = None) -> Row:

@@ -101,9 +101,10 @@ def directory_name(step: int, attempt: int) -> str:
     return f"step-{step:08d}-{attempt:04d}"
 
 
-def attempt_of(name: str) -> int:
-    """The attempt in `step-00000100-0001`."""
-    return int(name.rpartition("-")[2])
+def place_of(name: str) -> tuple[int, int]:
+    """(step, attempt) in `step-00000100-0001`, by which checkpoints are ordered."""
+    _, step, attempt = name.split("-")
+    return int(step), int(attempt)
 
 
 def encode(manifest: Manifest) -> bytes:

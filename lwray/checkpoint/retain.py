@@ -1,7 +1,7 @@
 """Which checkpoints are kept: the newest and the best up to the one just written, and whatever is newer."""
 
-from lwray.checkpoint.find import newest_first, place_of, val_loss_of
-from lwray.checkpoint.manifest import NAME, Manifest, read_manifest
+from lwray.checkpoint.find import newest_first, val_loss_of
+from lwray.checkpoint.manifest import NAME, Manifest, place_of, read_manifest
 from lwray.store import Store
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A live node: what it has in all and what is free of it (CPU, GPU, by Ray's names)."""
+    """A live node, and what is free of it (CPU, GPU, by Ray's names)."""
 
     id: str
     address: str
-    total: Mapping[str, float]
     free: Mapping[str, float]
     leaves_at: float | None = None
     """Unix seconds by which a draining node is gone; 0 where nobody said; None where it stays."""
@@ -37,7 +36,6 @@ def view(held: Mapping[str, int]) -> list[NodeView]:
         NodeView(
             id=node["NodeID"],
             address=node["NodeManagerAddress"],
-            total=node["Resources"],
             free=free.get(node["NodeID"], {}),
             leaves_at=draining[node["NodeID"]] / 1000 if node["NodeID"] in draining else None,
             held=held.get(node["NodeID"], 0),

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 
 import ray.exceptions
-from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
@@ -89,8 +89,9 @@ def had_no_room(error: Exception) -> bool:
 
 def is_machines_fault(error: Exception) -> bool:
     """Whether a group ended for lack of a worker or its machine, and not by what it computes."""
-    if isinstance(error, ControllerError | PreemptionError):
-        return isinstance(error, PreemptionError) or isinstance(error.controller_failure, GONE)
+    if isinstance(error, (PreemptionError, *GONE)) or isinstance(getattr(error, "controller_failure", None), GONE):
+        # of the workers, or of the controller itself, which Ray does not start again
+        return True
     raised = [raised_by(each) for each in failures_of(error).values()]
     # what the others say of a broken link tells nothing where one of them has failed by itself
     return any(isinstance(each, GONE) for each in raised) or (bool(raised) and all(map(is_broken_link, raised)))
@@ -119,12 +120,12 @@ def explain(error: Exception, session: Session) -> str:
     logs = f"Logs of each rank: {session.attempt.logs}."
     raised = [(is_broken_link(raised_by(each)), rank, raised_by(each)) for rank, each in failures_of(error).items()]
     if not raised:
-        return f"Ray Train ended the run: {last_line(error)}. {logs}"
+        return f"Ray Train ended the run: {in_a_line(getattr(error, 'controller_failure', error))}. {logs}"
     _, rank, cause = min(raised, key=lambda each: each[:2])
-    return f"Worker {rank} failed: {type(cause).__name__}: {last_line(cause)}. {logs}"
+    return f"Worker {rank} failed: {type(cause).__name__}: {in_a_line(cause)}. {logs}"
 
 
-def last_line(error: BaseException) -> str:
-    """What an error says in one line."""
-    lines = str(error).strip().splitlines()
-    return lines[-1].rstrip(".") if lines else type(error).__name__
+def in_a_line(error: BaseException) -> str:
+    """What an error says in one line: the last, and of one about memory the first, which has the figures."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0 if isinstance(error, ray.exceptions.OutOfMemoryError) else -1].rstrip(".")

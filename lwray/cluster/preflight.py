@@ -8,8 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lwray.checkpoint.find import newest_first
-from lwray.checkpoint.manifest import NewerFormat, read_manifest
+from lwray.checkpoint.find import committed
+from lwray.checkpoint.manifest import NewerFormat
 from lwray.config import Config
 from lwray.data.published import fetch, kept_name, publish
 from lwray.engine.batch import check_batch_given, count_steps, deal_rows
@@ -271,13 +271,7 @@ def own_task_file(config: Config) -> Path | None:
 
 def check_checkpoints(run: RunDir) -> None:
     """Raises UserError where a newer version of lwray has gone on with the run: it must not fall back behind that."""
-    store = open_store(run.checkpoints_place)
-    for name in newest_first(store):
-        try:
-            read_manifest(store, name)
-        except NewerFormat as error:
-            raise UserError(f"{name} of {run.place}: {error}. Go on with the version that wrote it.") from None
-        except ValueError:
-            # unfinished or damaged: the workers skip it, and say so
-            continue
-        return
+    try:
+        next(committed(open_store(run.checkpoints_place)), None)
+    except NewerFormat as error:
+        raise UserError(f"{run.place}: {error}. Go on with the version that wrote it.") from None

@@ -9,7 +9,7 @@ from lwray.data.rows import Rows
 from lwray.engine.backends import Backend
 from lwray.engine.feed import held_out, passes
 from lwray.engine.world import World
-from lwray.errors import Diverged
+from lwray.errors import Diverged, RunFailed
 from lwray.tasks.task import Task
 
 
@@ -17,7 +17,7 @@ from lwray.tasks.task import Task
 def evaluate(backend: Backend, task: Task, rows: Rows, deal: Deal, world: World) -> float:
     """Coefficient x (sum over the held-out rows) / (their weight), summed over the terms; the same on every rank.
 
-    Raises Diverged where it is not a number.
+    Raises Diverged where it is not a number, RunFailed where no row counts.
     """
     backend.module.eval()
     terms = list(task.terms)
@@ -31,7 +31,7 @@ def evaluate(backend: Backend, task: Task, rows: Rows, deal: Deal, world: World)
     backend.module.train()
     totals, weights = world.sum(sums).tolist()
     if not any(weights):
-        raise Diverged("The held-out rows have no weight in any term of the loss: hold out rows that have a target.")
+        raise RunFailed("The held-out rows have no weight in any term of the loss: hold out rows that have a target.")
     by_term = zip(task.terms.values(), totals, weights, strict=True)
     loss = float(sum(c * s / (w or 1.0) for c, s, w in by_term))
     if not math.isfinite(loss):

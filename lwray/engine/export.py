@@ -1,6 +1,5 @@
 """`lwray export`: the weights of one checkpoint of a run, in the layout that its task writes."""
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lwray import __version__
 from lwray.checkpoint.find import damage, pick, val_loss_of
 from lwray.checkpoint.read import Reader
 from lwray.config import Config, load
@@ -27,7 +25,7 @@ from lwray.store import open_store
 from lwray.store.local import sync_directory
 from lwray.tasks.find import find_task
 from lwray.tasks.task import Task
-from lwray.tracking.rundir import Attempt, Identity, RunDir, write_json
+from lwray.tracking.rundir import Attempt, Identity, RunDir, versions, write_json
 from lwray.tracking.storage import storage_of
 
 RECORD = "export.json"
@@ -80,7 +78,7 @@ def export(run: RunDir, out: Path, which: str = "newest") -> Exported:
             val_loss=val_loss_of(reader.manifest),
             network=class_in(draft) or type(network).__name__,
             tokenizer=(draft / "tokenizer_config.json").exists(),
-            versions={"lwray": __version__, **versions()},
+            versions=versions(PACKAGES),
         )
         write_json(draft / RECORD, exported.record())
     return exported
@@ -94,7 +92,7 @@ def open_checkpoint(run: RunDir, which: str) -> Reader:
         if reason := damage(store, name):
             raise ValueError(f"{name} is damaged ({reason}); choose another with --step")
         return Reader(store, name)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"{run.root.name} cannot be exported: {error}.") from None
 
 
@@ -163,9 +161,3 @@ def class_in(directory: Path) -> str | None:
     path = directory / "config.json"
     config: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return next(iter(config.get("architectures") or ()), None)
-
-
-def versions() -> dict[str, str]:
-    """Of the installed packages that write or read such a directory."""
-    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
-    return {name: installed[name] for name in PACKAGES if name in installed}

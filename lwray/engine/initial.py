@@ -28,6 +28,10 @@ from lwray.tracking.rundir import Identity, RunDir, differing, maths_of
 from lwray.tracking.storage import Storage, find_run_at, pull_run, run_names
 
 SHOWN = 4
+MEANING = ("model.", "task.", "data.tokenizer", "data.vocab_size")
+"""Keys that say what the weights mean."""
+COMPUTES_ALIKE = ("model.dropout", "model.context")
+"""Of them, those that a branch may change: weights mean the same under any value."""
 FORMS = "RUN, RUN@STEP, RUN@best, a Hugging Face or torch.distributed.checkpoint directory, a .safetensors or .pt file"
 
 
@@ -90,35 +94,29 @@ def check_initial(initial: Initial, task: Task, config: Config) -> None:
         raise UserError(f"init.from = {initial.text!r}: {initial} cannot be used: {error}.") from None
     if initial.optimizer and not all(reader_of(initial).keys(kind) for kind in MOMENTS):
         raise UserError(f"init.optimizer: {initial} holds no moments of {config.optim.name}. Leave the key away.")
-    unlike = differences(network, weights, excused=_frozen_there(initial))
-    if unlike:
+    other = other_keys(initial, config)
+    if unlike := differences(network, weights, excused=_frozen_there(initial)):
         raise UserError(
             f"init.from = {initial.text!r}: {initial} holds the weights of another network: {'; '.join(unlike)}."
-            f"{_other_keys(initial, config)}"
+            f"{' That run has ' + '; '.join(other) + '.' if other else ''}"
         )
-    check_alike(initial, config)
-
-
-COMPUTES_ALIKE = ("model.dropout", "model.context")
-"""Keys of a model that a branch may change: weights mean the same under any value."""
-
-
-def check_alike(initial: Initial, config: Config) -> None:
-    """Raises UserError where weights of the right shapes would be used by a network that computes something else."""
-    identity = Path(initial.path).parent / "run.json"
-    if initial.kind != "run" or not identity.is_file():
-        return
-    changed = differing(maths_of(Config()) | Identity.read(identity).maths, maths_of(config))
-    other = [
-        f"{key} = {old!r}, here {new!r}"
-        for key, old, new in changed
-        if key.startswith(("model.", "task.name", "data.tokenizer", "data.vocab_size")) and key not in COMPUTES_ALIKE
-    ]
     if other:
         raise UserError(
             f"init.from = {initial.text!r}: the run's weights are of another model or tokeniser: {'; '.join(other)}. "
             "Give these keys as they are there."
         )
+
+
+def other_keys(initial: Initial, config: Config) -> list[str]:
+    """Of a run: the keys, with both values, under which weights of the same shapes mean something else here."""
+    if initial.kind != "run" or not (run := _run_of(initial)).identity.is_file():
+        return []
+    changed = differing(maths_of(Config()) | Identity.read(run.identity).maths, maths_of(config))
+    return [
+        f"{key} = {old!r}, here {new!r}"
+        for key, old, new in changed
+        if key.startswith(MEANING) and key not in COMPUTES_ALIKE
+    ]
 
 
 def load_initial(network: nn.Module, initial: Initial, task: Task) -> None:
@@ -262,15 +260,6 @@ def _run_of(initial: Initial) -> RunDir:
     """The other run; on an object store its small files are here since it was resolved, or are brought."""
     place = initial.path.rpartition("/")[0]
     return (find_run_at(place) if "://" in place else None) or RunDir(Path(place))
-
-
-def _other_keys(initial: Initial, config: Config) -> str:
-    """Of a run: the keys of model and task that are others here."""
-    if initial.kind != "run" or not (run := _run_of(initial)).identity.is_file():
-        return ""
-    changed = differing(Identity.read(run.identity).maths, maths_of(config))
-    listed = [f"{key} = {old!r}, here {new!r}" for key, old, new in changed if key.startswith(("model.", "task."))]
-    return f" That run has {'; '.join(listed)}." if listed else ""
 
 
 def _some(names: list[str]) -> str:

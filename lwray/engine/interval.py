@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from lwray.config.schema import CheckpointSection
 
@@ -22,6 +24,17 @@ def auto_seconds(blocked: float, total: float, between_losses: float) -> float:
     1974); stalls stay below OVERHEAD of the time, and no save is due while one is under way.
     """
     return max(math.sqrt(2 * blocked * between_losses), blocked / OVERHEAD, total)
+
+
+def count_losses(ledger: Iterable[Mapping[str, Any]]) -> int:
+    """Times that workers were lost, by the run's events in order: it went on from what was no last save."""
+    losses, saved_last = 0, False
+    for event in ledger:
+        if event["event"] == "resumed" and not saved_last:
+            losses += 1
+        elif event["event"] == "checkpoint":
+            saved_last = event["cause"] == "final"
+    return losses
 
 
 class Interval:

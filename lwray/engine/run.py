@@ -11,7 +11,7 @@ from lwray.engine.backends import Backend
 from lwray.engine.batch import count_steps, deal_rows
 from lwray.engine.build import build
 from lwray.engine.feed import Feed
-from lwray.engine.interval import Interval
+from lwray.engine.interval import Interval, count_losses
 from lwray.engine.metrics import StepMetrics
 from lwray.engine.mirrored_save import MirroredSaver
 from lwray.engine.progress import Progress
@@ -66,7 +66,7 @@ def assemble(session: Session, world: World) -> Run:
     deal = deal_rows(config, task, world.size, world.device.type)
     total_steps = count_steps(config, task, rows)
     backend, progress, frozen = build(session, task, rows, deal, world, journal)
-    losses = sum(event["event"] == "resumed" for event in merged_ledger(session.run)) if world.rank == 0 else 0
+    losses = count_losses(merged_ledger(session.run)) if world.rank == 0 else 0
     interval = Interval(config.checkpoint, losses, progress.seconds)
     turns = mirrored(session) if world.rank == 0 else None
     save_with = (config.checkpoint, session.run, session.attempt, backend, world, journal, frozen, interval)

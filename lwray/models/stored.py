@@ -16,7 +16,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 def stored_tensors(directory: Path) -> dict[str, Path]:
     """The file of every tensor, by name. Raises UserError where the directory holds no safetensors."""
     if (directory / INDEX).is_file():
-        return {name: directory / file for name, file in read_json(directory / INDEX)["weight_map"].items()}
+        return _indexed(directory)
     if (directory / SINGLE).is_file():
         with _opened(directory / SINGLE) as file:
             return dict.fromkeys(file.keys(), directory / SINGLE)
@@ -49,6 +49,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}.") from None
     return found
+
+
+def _indexed(directory: Path) -> dict[str, Path]:
+    """What the index says, whose files lie beside it."""
+    files = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(f, str) and Path(f).name == f for f in files.values()):
+        raise UserError(f"{directory / INDEX} has no weight_map from names to files of that directory.")
+    return {name: directory / file for name, file in files.items()}
 
 
 def _opened(path: Path) -> Any:

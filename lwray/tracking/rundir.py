@@ -224,7 +224,7 @@ def env_record(argv: Sequence[str]) -> dict[str, Any]:
         "command": masked(shlex.join(argv)),
         "time": time.time(),
         "python": platform.python_version(),
-        "packages": {"lwray": lwray.__version__, **_versions()},
+        "packages": versions(PACKAGES),
         "hostname": socket.gethostname(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
@@ -234,6 +234,17 @@ def env_record(argv: Sequence[str]) -> dict[str, Any]:
         changed = _git("status", "--porcelain", "--untracked-files=no")
         record["git"] = {"commit": commit, "changed": bool(changed)}
     return record
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of lwray, and of those of `packages` that are installed."""
+    found = {"lwray": lwray.__version__}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def set_aside(run_root: Path) -> Path:
@@ -284,16 +295,6 @@ def _literal(value: object) -> str:
 def _at(plain: Mapping[str, Any], key: str) -> Any:
     section, _, name = key.partition(".")
     return plain[section][name] if name else plain[section]
-
-
-def _versions() -> dict[str, str]:
-    installed = {}
-    for name in PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def _git(*arguments: str) -> str:
