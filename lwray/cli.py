@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lwray import __version__
+from lwray.cluster.commands import add_commands
 from lwray.errors import ExitCode, RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; returns the exit code. Without `argv` it is a program of its own, which may start others."""
     arguments = parse(argv)
+    arguments.is_program = argv is None
     try:
         code: int = arguments.command(arguments)
     except UserError as error:
@@ -116,6 +118,8 @@ def parser() -> argparse.ArgumentParser:
     state.add_argument("--step", type=int, metavar="N", help="the state after N steps, instead of the newest")
     state.add_argument("--best", action="store_true", help="the state of lowest validation loss")
     export.set_defaults(command=run_export)
+
+    add_commands(commands, add_config)
     return top
 
 
@@ -128,11 +132,18 @@ def add_config(command: argparse.ArgumentParser, optional: bool = False) -> None
 
 def run_train(arguments: argparse.Namespace) -> int:
     """`lwray train`"""
+    from lwray.cluster.supervise import Driver, Supervisor
     from lwray.cluster.threads import spin_briefly
     from lwray.config import load
 
     spin_briefly()
+    supervised = arguments.is_program and arguments.launcher == "ray"
+    driver = Driver.of_environment() if supervised else Driver()
+    if driver:
+        driver.die_with_parent()
     resolved = load(arguments.config, arguments.overrides, arguments.on)
+    if driver is None:
+        return Supervisor(resolved.config, arguments.storage).supervise()
     if arguments.launcher == "torchrun":
         if "WORLD_SIZE" not in os.environ:
             raise UserError("--launcher torchrun: start it as `torchrun --nproc-per-node N -m lwray train …`.")
@@ -143,7 +154,8 @@ def run_train(arguments: argparse.Namespace) -> int:
             return ExitCode.FINISHED
     from lwray.cluster.drive import Options, drive
 
-    return drive(resolved, Options(arguments.storage, arguments.fresh, arguments.launcher))
+    fresh = arguments.fresh and not driver.opened
+    return drive(resolved, Options(arguments.storage, fresh, arguments.launcher, driver.restarted))
 
 
 def run_prepare(arguments: argparse.Namespace) -> int:

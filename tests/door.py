@@ -65,7 +65,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 @contextmanager
 def process_as_it_was() -> Iterator[None]:
     """A run in this process takes over its signals, threads and environment; afterwards they are as before."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     threads, environment = torch.get_num_threads(), dict(os.environ)
     try:
         yield

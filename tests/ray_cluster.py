@@ -51,6 +51,8 @@ def ray_cluster(cpus: int) -> Iterator[RayCluster]:
     environment.pop("RAY_ADDRESS", None)
     command = [str(BIN / "ray"), "start", "--head", "--block", f"--num-cpus={cpus}", "--node-ip-address=127.0.0.1"]
     command += [f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1"]
+    # a second cluster on this machine would have no agent, and take no jobs, for want of the agent's port
+    command += [f"--dashboard-agent-listen-port={free_port()}"]
     command += [f"--temp-dir={temporary}", f"--object-store-memory={100 * 2**20}", "--disable-usage-stats"]
     with (Path(temporary) / "head.log").open("w") as log:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -22,7 +22,7 @@ from lwray.tracking.mlflow_run import default_uri
 from lwray.tracking.rundir import Identity, RunDir
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
-COMMANDS = ("train", "prepare", "config", "show", "export")
+COMMANDS = ("train", "prepare", "config", "show", "export", "submit", "ls", "logs", "stop")
 
 
 def attempts(door: Door, run: str = "tiny") -> list[str]:

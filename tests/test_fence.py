@@ -17,8 +17,9 @@ from lwray.faults import VARIABLE
 from lwray.store.local import LocalStore
 from lwray.tracking.journal import merged_ledger, read_lines
 from lwray.tracking.rundir import RunDir, read_json
+from lwray.tracking.show import overview
 
-INLINE = ("--launcher=inline", *KEYS, "checkpoint.every_steps=7", "checkpoint.keep=1000")
+INLINE = ("--launcher=inline", *KEYS, "checkpoint.every_steps=7", "checkpoint.keep=1000", "cluster.lease_s=1")
 
 
 @pytest.fixture
@@ -91,6 +92,7 @@ def assert_gave_way(old: subprocess.Popen[str], run: RunDir) -> None:
     assert old.returncode == 1, output
     assert "Attempt 2 has taken fenced over" in output
     assert read_lines(run.attempts_in_order()[0].ledger)[-2]["event"] == "superseded"
+    assert overview(run, [])["attempts"][0]["cause"] == "superseded"
 
 
 def frozen_in(driver: int) -> int | None:

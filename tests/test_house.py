@@ -1,5 +1,6 @@
 """The house keeps its own rules: arrows between packages, a quick door, an image that lints."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -57,13 +58,27 @@ def test_the_dockerfile_lints() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [ENTRYPOINT, ROOT / ".ci/run", ROOT / "cluster/vm/start_ray.sh"], ids=lambda path: path.name
+    "script", [ENTRYPOINT, ROOT / ".ci/run", *sorted((ROOT / "cluster/vm").glob("*.sh"))], ids=lambda path: path.name
 )
 def test_shell_scripts_parse_and_are_executable(script: Path) -> None:
     shell = script.read_text().splitlines()[0].removeprefix("#!").split()[-1]
     result = run(shell, "-n", script)
     assert result.returncode == 0, result.stderr
     assert script.stat().st_mode & 0o111
+
+
+def test_every_test_that_a_document_names_is_there() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    named = {name for document in documents for name in re.findall(r"`(test_\w+)`", document.read_text())}
+    assert {name for name in named if f"def {name}(" not in tests} == set()
+    assert named
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "cluster/slurm").iterdir()), ids=lambda path: path.name)
+def test_what_slurm_and_its_users_call_with_bash_parses(script: Path) -> None:
+    result = run("bash", "-n", script)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_image_runs_lwray_in_its_job_role() -> None:

@@ -51,8 +51,8 @@ def manifests(copied: Path, request: pytest.FixtureRequest) -> list[Manifest]:
     return render(copied / request.param)
 
 
-@pytest.fixture(scope="module")
-def validate() -> Callable[[Manifest], None]:
+@pytest.fixture(scope="module", name="validate")
+def validate_manifests() -> Callable[[Manifest], None]:
     """Raises jsonschema.ValidationError for an object that the API server would refuse."""
     validators = {
         # without a check of the schema itself at each use, which takes longer than all the rest

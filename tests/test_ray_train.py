@@ -59,7 +59,7 @@ def test_two_ray_workers_have_the_losses_of_one_process(cluster: RayCluster, tmp
     assert (summary["cause"], summary["step"]) == ("finished", 20)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
 def test_a_stopped_run_commits_and_says_who_stopped_it(
     cluster: RayCluster, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -151,3 +151,15 @@ def test_a_stop_reaches_a_ray_that_was_started_here(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 143, output
     assert [event["event"] for event in events(tmp_path, "local", 1)[-2:]] == ["checkpoint", "stopped"]
+
+
+def test_a_stop_before_there_are_workers_is_a_stop(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(tmp_path, "early", *LONG), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    # while Ray starts, which takes the signal for itself
+    wait_for((tmp_path / "early" / "attempts" / "0001" / "config.toml").exists, 40, "the attempt")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 143, output
+    assert "early ended: TERM after 0 steps" in output

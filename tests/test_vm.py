@@ -17,8 +17,9 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).parents[1]
 VM = ROOT / "cluster/vm"
-START = VM / "start_ray.sh"
+START, WATCH = VM / "start_ray.sh", VM / "watch_spot.sh"
 FILES = ["aws", "onprem"]
+DRAIN = r"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=(\d+)"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -77,8 +78,9 @@ def test_nodes_get_the_package_and_the_token(name: str) -> None:
     assert all((ROOT / local).exists() for local in mounts.values())
     # the build reads these, and the start commands run this
     assert {"Makefile", "pyproject.toml", "README.md", "lwray", "cluster/vm"} == set(mounts.values())
-    commands = read(name)["head_start_ray_commands"] + read(name)["worker_start_ray_commands"]
-    assert all(command.startswith("~/lwray/cluster/vm/start_ray.sh --") for command in commands)
+    for starts, *more in (read(name)["head_start_ray_commands"], read(name)["worker_start_ray_commands"]):
+        assert starts.startswith("~/lwray/cluster/vm/start_ray.sh --")
+        assert more in ([], [f"~/lwray/cluster/vm/{WATCH.name}"])
     assert START.stat().st_mode & 0o111
 
 
@@ -88,17 +90,22 @@ def test_the_dashboard_is_not_open_to_the_network(name: str) -> None:
     assert "--dashboard-host=127.0.0.1" in head
 
 
-def test_ray_becomes_a_unit_that_drains_before_it_ends(tmp_path: Path) -> None:
+def unit(tmp_path: Path, *command: str) -> list[str]:
+    """What a script gives to systemd-run."""
     sudo = tmp_path / "sudo"
     # nothing to stop yet, then the unit
     sudo.write_text('#!/bin/sh\n[ "$1" = systemctl ] && exit 1\nprintf "%s\\n" "$@"\n')
     sudo.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/home/user", "RAY_HEAD_IP": "192.0.2.1"}
     environment["RAY_OVERRIDE_RESOURCES"] = '{"CPU": 0, "a b": 1}'
-    command = [str(START), "--address=192.0.2.1:6379"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=20)
     words = result.stdout.splitlines()
     assert words[0] == "systemd-run"
+    return words
+
+
+def test_ray_becomes_a_unit_that_drains_before_it_ends(tmp_path: Path) -> None:
+    words = unit(tmp_path, str(START), "--address=192.0.2.1:6379")
     assert words[-4:] == ["/home/user/lwray/.venv/bin/ray", "start", "--block", "--address=192.0.2.1:6379"]
     assert {
         "--property=KillMode=mixed",
@@ -106,6 +113,15 @@ def test_ray_becomes_a_unit_that_drains_before_it_ends(tmp_path: Path) -> None:
         "--setenv=RAY_HEAD_IP=192.0.2.1",
         '--setenv=RAY_OVERRIDE_RESOURCES={"CPU": 0, "a b": 1}',
     } <= set(words)
-    [stop] = re.findall(r"TimeoutStopSec=(\d+)", result.stdout)
-    [drain] = re.findall(r"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=(\d+)", result.stdout)
+    [stop] = re.findall(r"TimeoutStopSec=(\d+)", "\n".join(words))
+    [drain] = re.findall(DRAIN, "\n".join(words))
     assert 0 < int(drain) <= int(stop) - 10
+
+
+def test_spot_workers_have_a_unit_that_hears_of_their_end(tmp_path: Path) -> None:
+    words = unit(tmp_path, str(WATCH))
+    assert words[-3:] == ["/home/user/lwray/.venv/bin/python", "-m", "lwray.cluster.spot"]
+    assert {"--property=Restart=on-failure", "--setenv=RAY_AUTH_MODE=token"} <= set(words)
+    # at SIGTERM it must not say anything else than Ray itself
+    assert re.findall(DRAIN, "\n".join(words)) == re.findall(DRAIN, START.read_text())
+    assert read("aws")["worker_start_ray_commands"][1:] == [f"~/lwray/cluster/vm/{WATCH.name}"]

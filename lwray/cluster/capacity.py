@@ -15,6 +15,8 @@ class NodeView:
     """Unix seconds by which a draining node is gone; 0 where nobody said; None where it stays."""
     held: int = field(default=0)
     """Workers of this run that are on it."""
+    total: Mapping[str, float] = field(default_factory=dict)
+    """What it has, by the same names."""
 
     @property
     def stays(self) -> bool:
@@ -39,6 +41,7 @@ def view(held: Mapping[str, int]) -> list[NodeView]:
             free=free.get(node["NodeID"], {}),
             leaves_at=draining[node["NodeID"]] / 1000 if node["NodeID"] in draining else None,
             held=held.get(node["NodeID"], 0),
+            total=node["Resources"],
         )
         for node in ray.nodes()
         if node["Alive"]

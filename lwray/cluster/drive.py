@@ -12,6 +12,8 @@ from typing import Any
 
 from lwray.checkpoint.fence import superseded_by
 from lwray.cluster.launcher import Inline, Launcher, Torchrun
+from lwray.cluster.lease import Holder, Lease, await_lease
+from lwray.cluster.notice import allocation_end, explain
 from lwray.cluster.place import Placement
 from lwray.cluster.preflight import (
     Prepared,
@@ -30,11 +32,11 @@ from lwray.cluster.preflight import (
 from lwray.cluster.watch import watched
 from lwray.config import Config, Resolved
 from lwray.engine.initial import find_initial
-from lwray.engine.session import FINISHED, Outcome, Session
+from lwray.engine.session import FINISHED, PREEMPTED, Outcome, Session
 from lwray.engine.stop import StopRequest
-from lwray.errors import ExitCode, RunFailed, UserError
+from lwray.errors import ExitCode, RunFailed, Superseded, UserError
 from lwray.store import open_store
-from lwray.tracking.journal import Journal, events_of
+from lwray.tracking.journal import Journal
 from lwray.tracking.mirror import Mirror
 from lwray.tracking.mlflow_run import MlflowRun, default_uri
 from lwray.tracking.rundir import (
@@ -52,9 +54,6 @@ from lwray.tracking.secrets import masked
 from lwray.tracking.storage import Storage, pull_run, storage_answers
 from lwray.tracking.summary import show_summary, summarise
 
-ALIVE_S = 60.0
-"""An attempt that wrote something so short a time ago may still run."""
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -63,6 +62,8 @@ class Options:
     storage: str | None = None
     fresh: bool = False
     launcher: str = "ray"
+    restarted: str | None = None
+    """Why the driver before this one died, where it is the same command that goes on."""
 
 
 def make_launcher(name: str) -> Launcher:
@@ -83,6 +84,7 @@ def drive(resolved: Resolved, options: Options) -> ExitCode:
         storage = find_storage(options.storage, config, joins_cluster=launcher.joins_cluster)
         run = storage.run(config.run.name)
         pull_run(run)
+        lost = await_lease(run, config, print)
         resolved = with_storage(resolved, storage, options.storage)
         if options.fresh:
             check_fresh(run)
@@ -112,7 +114,10 @@ def drive(resolved: Resolved, options: Options) -> ExitCode:
             print(f"init.from = {config.init.source}: the weights are those of {prepared.initial}.")  # noqa: T201
         if not options.fresh:
             check_identity(run, config, prepared.data_fingerprint)
+        # the data may have taken hours
+        lost = await_lease(run, config, print, judged=lost)
         attempt = RunningAttempt.open(resolved, storage, run, placement, prepared, options.fresh)
+        attempt.note_before(lost, options.restarted)
         return attempt.train(launcher)
 
 
@@ -170,17 +175,36 @@ class RunningAttempt:
             device=placement.device,
             total_steps=prepared.total_steps,
             initial=prepared.initial,
+            ends_at=allocation_end(config.cluster.time_limit),
         )
         note_changed_task(session, earlier)
-        note_taken_over(session, earlier)
         opened = cls(session, placement, prepared, mlflow, masked(uri), time.time(), mirror)
         opened.push(attempt.config, attempt.env, *([session.task_file] if session.task_file else []))
         return opened
 
+    def note_before(self, lost: Holder | None, restarted: str | None) -> None:
+        """Law 7: what became of the attempt before, as far as its own ledger cannot tell."""
+        with closing(Journal.of_driver(self.session.run, self.session.attempt)) as journal:
+            if restarted:
+                journal.event("restarted", reason=restarted)
+            if lost:
+                journal.event("took_over", attempt=lost.attempt, host=lost.host, pid=lost.pid)
+                print(  # noqa: T201
+                    f"The lease of {lost} stood still: attempt {self.session.attempt.number} takes the run over, and "
+                    "the old one commits nothing more."
+                )
+
     def train(self, launcher: Launcher) -> ExitCode:
-        """Run the workers to their end; whatever happens, the summary and the status say what did."""
-        stop = StopRequest()
+        """Hold the run's lease, and train to the end."""
+        session, stop = self.session, StopRequest(explain)
         stop.trap_signals()
+        stop.watch(session.attempt.request)
+        lease = Lease(session.run, session.attempt.number, session.config.cluster.lease_s, lambda: stop.asked)
+        with closing(lease), closing(stop):
+            return self.train_to_the_end(launcher, stop)
+
+    def train_to_the_end(self, launcher: Launcher, stop: StopRequest) -> ExitCode:
+        """Run the workers to their end; whatever happens, the summary and the status say what did."""
         try:
             with (
                 self.failing(),
@@ -188,8 +212,7 @@ class RunningAttempt:
             ):
                 outcome = self.run(launcher, stop)
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            self.fail("INT" if interrupted else "failed", str(error) or type(error).__name__)
+            self.fail(cause_of(error), str(error) or type(error).__name__)
             raise
         facts = asdict(outcome)
         self.conclude(facts.pop("cause"), facts, "FINISHED" if outcome.finished else "KILLED")
@@ -215,8 +238,8 @@ class RunningAttempt:
     def fail(self, cause: str, error: str) -> None:
         """Record an attempt that ended without an outcome."""
         with closing(Journal.of_driver(self.session.run, self.session.attempt)) as journal:
-            journal.event("stopped" if cause == "INT" else "failed", cause=cause, error=error)
-        self.conclude(cause, {"error": error}, "KILLED" if cause == "INT" else "FAILED")
+            journal.event("failed" if cause == "failed" else "stopped", cause=cause, error=error)
+        self.conclude(cause, {"error": error}, "FAILED" if cause == "failed" else "KILLED")
 
     def conclude(self, cause: str, facts: dict[str, Any], status: Any) -> None:
         """Write and show summary.json; end the MLflow run with the status it has."""
@@ -303,23 +326,6 @@ def keep_task_file(config: Config, attempt: Attempt) -> Path | None:
     return Path(shutil.copy(source, attempt.path)) if source else None
 
 
-def note_taken_over(session: Session, earlier: list[Attempt]) -> None:
-    """Law 7: the attempt before may still run, on this machine or another; it commits nothing more from now on."""
-    signs = (
-        [path.stat().st_mtime for path in (earlier[-1].ledger, earlier[-1].metrics) if path.exists()] if earlier else []
-    )
-    if signs and time.time() - max(signs) < ALIVE_S and not has_ended(earlier[-1]):
-        print(  # noqa: T201
-            f"Attempt {earlier[-1].number} wrote its last line {time.time() - max(signs):.0f} s ago and no end: if it "
-            f"still runs, it gives way to attempt {session.attempt.number}."
-        )
-
-
-def has_ended(attempt: Attempt) -> bool:
-    """Whether an attempt has written down how it ended."""
-    return any(event["event"] in ("finished", "stopped", "failed") for event in events_of(attempt)[-1:])
-
-
 def note_changed_task(session: Session, earlier: list[Attempt]) -> None:
     """Law 7: a task file that was edited since the last start is taken, and said so."""
     if session.task_file is None or not earlier:
@@ -331,8 +337,17 @@ def note_changed_task(session: Session, earlier: list[Attempt]) -> None:
         print(f"{session.task_file.name} has changed since attempt {earlier[-1].number}.")  # noqa: T201
 
 
+def cause_of(error: BaseException) -> str:
+    """What ended an attempt that has no outcome."""
+    if isinstance(error, KeyboardInterrupt):
+        return "INT"
+    return "superseded" if isinstance(error, Superseded) else "failed"
+
+
 def exit_code(outcome: Outcome) -> ExitCode:
-    """0 when the run is finished, 130 or 143 when the user stopped it."""
+    """0 when the run is finished, 130 or 143 when the user stopped it, 75 when its machines went."""
     if outcome.finished:
         return ExitCode.FINISHED
+    if outcome.cause in PREEMPTED:
+        return ExitCode.PREEMPTED
     return ExitCode.INTERRUPTED if outcome.cause == "INT" else ExitCode.TERMINATED

@@ -1,7 +1,7 @@
 """One group of Ray Train workers of a fixed size, from its start to its end."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import ray.exceptions
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -19,6 +19,8 @@ from lwray.cluster.worker import run_worker
 from lwray.engine.session import Session
 
 COLLECTIVE_TIMEOUT_S = 600
+NODE_ID = "ray.io/node-id"
+"""The label that Ray gives to every node."""
 GONE = (
     ray.exceptions.RayActorError,
     ray.exceptions.NodeDiedError,
@@ -34,10 +36,10 @@ BROKEN_LINK = ("closed by peer", "connection re", "broken pipe", "nccl", "timed 
 class Group:
     """Runs in a thread, so that signals reach the main one: Ray would end the run without a checkpoint."""
 
-    def __init__(self, session: Session, placement: Placement) -> None:
+    def __init__(self, session: Session, placement: Placement, left_out: Sequence[str]) -> None:
         self.session = session
         self.failure: Exception | None = None
-        trainer = make_trainer(session, placement)
+        trainer = make_trainer(session, placement, left_out)
 
         def fit() -> None:
             try:
@@ -59,9 +61,10 @@ def worker_need(placement: Placement) -> dict[str, float]:
     return {"CPU": placement.cpus} | ({"GPU": 1.0} if placement.device == "cuda" else {})
 
 
-def make_trainer(session: Session, placement: Placement) -> TorchTrainer:
+def make_trainer(session: Session, placement: Placement, left_out: Sequence[str]) -> TorchTrainer:
     """A trainer under a name of this group alone, so that no state of an earlier one can stand in its way.
 
+    No worker is placed on the nodes `left_out` (Ray's ids).
     Its size is fixed and it is never restarted by Ray: what comes after it is decided where the whole cluster is seen.
     """
     cuda = placement.device == "cuda"
@@ -71,7 +74,10 @@ def make_trainer(session: Session, placement: Placement) -> TorchTrainer:
         train_loop_config={"session": session},
         torch_config=TorchConfig(backend="nccl" if cuda else "gloo", timeout_s=COLLECTIVE_TIMEOUT_S),
         scaling_config=ScalingConfig(
-            num_workers=placement.workers, use_gpu=cuda, resources_per_worker=worker_need(placement)
+            num_workers=placement.workers,
+            use_gpu=cuda,
+            resources_per_worker=worker_need(placement),
+            label_selector={NODE_ID: f"!in({', '.join(left_out)})"} if left_out else None,
         ),
         run_config=RunConfig(
             name=f"{session.config.run.name}-{session.attempt.number:04d}-{session.attempt.group:02d}",

@@ -8,23 +8,23 @@ newest commit.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-
 from lwray.checkpoint.find import committed
+from lwray.cluster.blame import STEPS, blamed, failing
 from lwray.cluster.capacity import NodeView, possible_workers, view
 from lwray.cluster.group import Group, explain, had_no_room, is_machines_fault, worker_need
 from lwray.cluster.growth import Growth
+from lwray.cluster.hang import ENDS_S, Hang, Vigil, kill_group, take_stacks
 from lwray.cluster.place import Placement
+from lwray.cluster.room import SAY_S, Room
 from lwray.cluster.word import ask_to_end, bring_end, whereabouts
 from lwray.cluster.worker import read_outcome
 from lwray.config.schema import ClusterSection
 from lwray.engine.session import REGROUP, Outcome, Session
-from lwray.engine.stop import StopRequest
+from lwray.engine.stop import Notice, StopRequest
 from lwray.errors import RunFailed, Superseded
 from lwray.store import open_store
 from lwray.tracking.journal import Journal, Line, events_of, last_lines
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 TICK_S, LOOK_S = 0.1, 1.0
 """Seconds between looks at the group, and at the cluster."""
-SAY_S = 60.0
-"""Seconds after which a run that waits says so; then twice as long each time."""
 FREED_S, GOAL_S = 2.0, 10.0
 """How long the room of a group that has ended may take to be free again; and where a larger one is to have it."""
 FIRST_PAUSE_S = 15.0
@@ -55,6 +53,7 @@ class Groups:
         self.section: ClusterSection = session.config.cluster
         self.need = worker_need(placement)
         self.least, self.most = limits(session, placement)
+        self.room = Room(self.need, self.least, self.most, self.section, stop, say)
         self.pause = FIRST_PAUSE_S
         self.goal = 0
         """The size for which a group was asked to make way."""
@@ -80,65 +79,84 @@ class Groups:
     def train(self, session: Session, size: int) -> Outcome | None:
         """What a group of `size` workers came to; None where it was lost. Raises RunFailed where none may follow."""
         began = looked = time.monotonic()
-        group = Group(session, replace(self.placement, workers=size))
-        growth, asked, started, said = Growth(size), "", False, False
+        group = Group(session, replace(self.placement, workers=size), self.room.left_out())
+        growth, started, said = Growth(size), False, False
+        asked: Notice | None = None
+        vigil, hang = Vigil(session), None
         while group.runs(TICK_S):
             now = time.monotonic()
             if self.stop.cause and not started and not whereabouts(session):
                 return self.stopped()
-            if self.stop.cause and asked != self.stop.cause:
-                asked = self.ask(session, self.stop.cause)
-            if asked or now - looked < LOOK_S:
+            if self.stop.notice and asked != self.stop.notice:
+                asked = self.ask(session, self.stop.notice)
+            if now - looked < LOOK_S:
                 continue
             looked = now
             place = whereabouts(session)
             if place is None:
                 if not said and now - began > SAY_S:
-                    self.say(self.what_is_awaited(size))
+                    self.say(self.room.lack(size))
                     said = True
                 continue
             if not started:
                 started, self.pause = True, now - began
-            asked = self.change(session, place, growth)
+            if hang is None:
+                if hang := vigil.look(now):
+                    self.end_hung(session, place, hang)
+                elif not asked:
+                    asked = self.change(session, place, growth)
+            elif now - hang.found > ENDS_S:
+                raise RunFailed(f"{hang}. They were killed, and Ray has not ended them within {ENDS_S:.0f} s.")
         bring_end(session, failed=group.failure is not None)
         if group.failure is not None:
-            self.judge(group.failure, session)
+            if hang:
+                self.lose(f"{hang}. What each rank was at: {session.attempt.stacks}.")
+            else:
+                self.judge(group.failure, session)
             return None
         try:
             return read_outcome(session.attempt.outcome)
         except Superseded:
             raise
         except RunFailed as error:
-            if asked != "resize":
+            if asked is None or asked.cause != "resize":
                 raise
             # it was well, and was asked to end; that it could not save then is no reason to end the run
             self.lose(str(error))
             return None
 
-    def change(self, session: Session, place: Line, growth: Growth) -> str:
+    def change(self, session: Session, place: Line, growth: Growth) -> Notice | None:
         """Ask the group to end where it should give way to another; what was asked, or nothing."""
         held: dict[str, int] = {}
         for node in place["nodes"]:
             held[node] = held.get(node, 0) + 1
         try:
-            nodes = view(held)
+            nodes = self.room.nodes(held)
         except Exception as error:
             # Ray's head may be away for a while; a group that trains is not ended for that
             log.warning("The cluster could not be looked at: %s", error)
-            return ""
-        if leaving := [node for node in nodes if node.held and not node.stays]:
-            if asked := self.ask(session, "drain"):
-                self.record("notice", cause="drain", nodes=[n.address for n in leaving], deadline=earliest(leaving))
-            return asked
+            return None
         possible = min(self.most, possible_workers(nodes, self.need))
+        if leaving := [node for node in nodes if node.held and not node.stays]:
+            deadline = earliest(leaving)
+            # where those that stay can go on, they do so at once; else what is left of the time is used
+            if asked := self.ask(session, Notice("drain", deadline if possible < self.least else None)):
+                self.record("drain", nodes=[node.address for node in leaving], deadline=deadline)
+            return asked
         if size := growth.decide(time.monotonic(), possible, self.remaining, self.pause):
             self.goal = size
-            return self.ask(session, "resize")
-        return ""
+            return self.ask(session, Notice("resize"))
+        return None
 
-    def ask(self, session: Session, cause: str) -> str:
+    def end_hung(self, session: Session, place: Line, hang: Hang) -> None:
+        """Write down what every rank of the group is at, and kill it."""
+        self.record("hang", silent_s=hang.silent_s, step=hang.step, doing=hang.doing)
+        take_stacks(session, place, hang)
+        kill_group(place)
+
+    def ask(self, session: Session, notice: Notice) -> Notice | None:
         """Leave a request to commit and end where rank 0 looks for it."""
-        return cause if ask_to_end(session, cause) else ""
+        return notice if ask_to_end(session, notice) else None
 
     def judge(self, failure: Exception, session: Session) -> None:
         """Raises RunFailed where the failure is not the machines', or too many came without a commit between."""
@@ -146,13 +164,16 @@ class Groups:
         if had_no_room(failure):
             self.say(f"{reason} The room was taken by something else; waiting for it.")
         elif is_machines_fault(failure):
-            self.lose(reason)
+            self.lose(reason, blamed(failure, whereabouts(session)))
         else:
             raise RunFailed(reason)
 
-    def lose(self, reason: str) -> None:
-        """Go on after a lost group. Raises RunFailed after too many in this attempt without a commit between."""
-        self.record("lost", error=reason)
+    def lose(self, reason: str, nodes: Sequence[str] = ()) -> None:
+        """Go on after a lost group. Raises RunFailed after too many in this attempt without a commit between.
+
+        `nodes` are those whose workers are gone (Ray's ids).
+        """
+        self.record("lost", error=reason, nodes=nodes, step=self.last_step())
         lost = losses_since_progress(events_of(self.session.attempt))
         if lost > self.section.max_failures:
             raise RunFailed(
@@ -160,6 +181,23 @@ class Groups:
                 f"{self.section.max_failures})."
             )
         self.say(f"{reason} Going on from the newest checkpoint ({lost} of {self.section.max_failures} restarts).")
+        self.leave_out()
+
+    def leave_out(self) -> None:
+        """Name the nodes that failed again just now, and have the next groups placed elsewhere."""
+        found = failing(events_of(self.session.attempt)) - self.room.failing
+        for node in view({}) if found else []:
+            if node.id in found:
+                self.record("left_out", node=node.id, address=node.address)
+                self.say(
+                    f"The node {node.address} ({node.id}) lost workers twice within {STEPS} steps: "
+                    "from now on it is used only where the others are not enough."
+                )
+        self.room.failing |= found
+
+    def last_step(self) -> int:
+        """The last logged step; 0 before it."""
+        return max((line["step"] for line in last_lines(self.session.attempt.metrics)), default=0)
 
     def remaining(self) -> float:
         """Seconds of training left at the speed of the last logged step; none is known before it."""
@@ -167,44 +205,13 @@ class Groups:
         return float((self.session.total_steps - lines[-1]["step"] - 1) * lines[-1]["step_seconds"]) if lines else 0.0
 
     def await_room(self, *, first: bool) -> int | None:
-        """Workers to start with: as many as are wanted, or after a while what there is room for, if it is enough.
-
-        None where the run is stopped while it waits. Raises RunFailed after `cluster.give_up_after`.
-        """
-        wanted, patience = self.goal or self.most, FREED_S
+        """Workers to start with; None where the run is stopped while it waits. Raises RunFailed as Room.wait."""
+        patience = FREED_S
         if first or self.goal:
             # the room of the group that made way for a larger one is about to be free
             patience = self.section.wait_s if first else GOAL_S
-        self.goal = 0
-        began = time.monotonic()
-        said, interval = began, SAY_S
-        with closing(Demand(self.need, self.least)) as demand:
-            while True:
-                possible = min(self.most, possible_workers(view({}), self.need))
-                waited = time.monotonic() - began
-                if possible >= wanted or (possible >= self.least and waited >= patience):
-                    return possible
-                if self.stop.cause:
-                    return None
-                if possible < self.least and 0 < self.section.give_up_after <= waited:
-                    raise RunFailed(
-                        f"For {waited:.0f} s there was room for {possible} worker(s), and the run needs {self.least}. "
-                        "What was committed stands: run the same command again when machines are there."
-                    )
-                if time.monotonic() - said >= interval:
-                    self.say(self.what_is_awaited(self.least))
-                    said, interval = time.monotonic(), 2 * interval
-                demand.while_short(possible < self.least)
-                time.sleep(TICK_S)
-
-    def what_is_awaited(self, workers: int) -> str:
-        """Law 7: a run that cannot start yet says so."""
-        free = ray.available_resources()
-        each = f"{self.placement.cpus:g} CPU cores{' and a GPU' if self.placement.device == 'cuda' else ''}"
-        return (
-            f"Waiting for {workers} worker(s) of {each} each; free now: {free.get('CPU', 0):g} CPU cores, "
-            f"{free.get('GPU', 0):g} GPUs. Something else may hold the rest."
-        )
+        wanted, self.goal = self.goal or self.most, 0
+        return self.room.wait(wanted, patience)
 
     def stopped(self) -> Outcome:
         """The user's stop, at a moment when no workers are there to write it down: the newest commit stands."""
@@ -225,27 +232,6 @@ def limits(session: Session, placement: Placement) -> tuple[int, int]:
     """Least and most workers: a range as it is given, anything else is the number found at the start."""
     wanted = session.config.parallel.workers
     return wanted if isinstance(wanted, tuple) else (placement.workers, placement.workers)
-
-
-class Demand:
-    """While there is no room for the least workers: a placement that waits for it, which an autoscaler sees."""
-
-    def __init__(self, need: dict[str, float], workers: int) -> None:
-        self._bundles = [need] * workers
-        self._waiting: PlacementGroup | None = None
-
-    def while_short(self, short: bool) -> None:
-        """Ask for room, or, once there is some, let go of what was asked for."""
-        if short and self._waiting is None:
-            self._waiting = placement_group(self._bundles)
-        elif self._waiting is not None and self._waiting.wait(timeout_seconds=0):
-            self.close()
-
-    def close(self) -> None:
-        """Ask for nothing any more."""
-        if self._waiting is not None:
-            remove_placement_group(self._waiting)
-            self._waiting = None
 
 
 def earliest(leaving: list[NodeView]) -> float | None:

@@ -1,7 +1,5 @@
 """What is checked before anything is started or written: each failure is one sentence and exit code 2."""
 
-import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -10,6 +8,7 @@ from pathlib import Path
 
 from lwray.checkpoint.find import committed
 from lwray.checkpoint.manifest import NewerFormat
+from lwray.cluster.storage import PROBING, named_storage
 from lwray.config import Config
 from lwray.data.published import fetch, kept_name, publish
 from lwray.engine.batch import check_batch_given, count_steps, deal_rows
@@ -18,8 +17,6 @@ from lwray.engine.session import FINISHED
 from lwray.errors import UserError
 from lwray.models.draws import use_row_dropout
 from lwray.store import open_store
-from lwray.store.client import Limits
-from lwray.store.retry import Retry
 from lwray.tasks.find import find_task
 from lwray.tasks.task import Task
 from lwray.tracking.rundir import Identity, RunDir, differing, maths_of, read_json
@@ -27,18 +24,6 @@ from lwray.tracking.storage import Storage, storage_answers, storage_of
 
 BYTES_A_PARAMETER = 12
 """In a checkpoint: an fp32 weight and two fp32 moments."""
-PROBING = Limits(read_seconds=10.0, request_seconds=20.0, retry=Retry(patience=5.0))
-"""Whoever starts a run with a wrong endpoint should not wait for a minute."""
-SECRETS = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AZURE_STORAGE_ACCOUNT_KEY",
-    "AZURE_STORAGE_CONNECTION_STRING",
-    "AZURE_STORAGE_SAS_TOKEN",
-    "AZURE_CLIENT_SECRET",
-)
-"""Names under which the packages of object stores take credentials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +41,11 @@ class Prepared:
 
 
 def find_storage(option: str | None, config: Config, *, joins_cluster: bool) -> Storage:
-    """`--storage` over LWRAY_STORAGE over `run.storage`: a directory, absolute and writable, or an object store."""
-    if shown := sorted(name for name in config.env if name in SECRETS):
-        raise UserError(
-            f"[env] holds {', '.join(shown)}, and what stands there is written into each attempt's config.toml. Give "
-            "credentials in the environment of the driver and of every node, or by a profile or role of the machine."
-        )
-    if option == "":
-        raise UserError(
-            "--storage is empty: is a variable of your shell not set? Without the option it is run.storage."
-        )
-    named = option or os.environ.get("LWRAY_STORAGE") or config.run.storage
-    if re.match(r"[A-Za-z0-9]+:/[^/]", named):
-        raise UserError(f"The storage {named} is neither a path nor a URL: write {named.replace(':/', '://', 1)}.")
+    """Where runs are kept: a directory, absolute and writable, or an object store. Raises UserError."""
+    named = named_storage(option, config, joins_cluster=joins_cluster)
     if "://" in named:
         return find_object_store(named)
-    path = Path(named).expanduser()
-    if joins_cluster and not path.is_absolute():
-        raise UserError(
-            f"The storage {named!r} is a relative path, and this run joins a cluster, where a job's working "
-            "directory is a copy that is thrown away. Give an absolute path that every node sees, such as "
-            "--storage /shared/runs."
-        )
-    path = path.absolute()
+    path = Path(named).expanduser().absolute()
     check_writable(path)
     return Storage(path)
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import ray
 
 from lwray.cluster.groups import Groups
+from lwray.cluster.join import join, own_signals
 from lwray.cluster.launcher import Launcher
+from lwray.cluster.machines import await_machines
 from lwray.cluster.nodes import check_reached, check_same_directory, check_seen
 from lwray.cluster.place import Node, Placement, this_machine
+from lwray.config import Config
 from lwray.engine.session import Outcome, Session
 from lwray.engine.stop import StopRequest
 from lwray.tracking.storage import Storage
@@ -35,8 +38,11 @@ class RayLauncher(Launcher):
         if not self.joins_cluster:
             return [this_machine()]
         if not ray.is_initialized():
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            join(os.environ["RAY_ADDRESS"])
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    def place(self, config: Config) -> Placement:
+        return await_machines(config, self.nodes, say=print) if self.joins_cluster else super().place(config)
 
     workers_apart = True
 
@@ -54,16 +60,19 @@ class RayLauncher(Launcher):
     def run(self, session: Session, placement: Placement, stop: StopRequest) -> Outcome:
         if not ray.is_initialized():
             machine = this_machine()
-            ray.init(
-                num_cpus=int(machine["CPU"]),
-                num_gpus=int(machine["GPU"]),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
-        # ray.init takes SIGTERM for itself
-        stop.trap_signals()
+            with own_signals():
+                ray.init(
+                    # not one that happens to run here
+                    "local",
+                    num_cpus=int(machine["CPU"]),
+                    num_gpus=int(machine["GPU"]),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                )
+            # Ray's core hears it first otherwise, and prints a stack
+            stop.trap_signals()
         return Groups(session, placement, stop, say=print).run()
 
     def close(self) -> None:

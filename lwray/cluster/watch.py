@@ -7,11 +7,12 @@ from lwray.checkpoint.find import committed
 from lwray.cluster.job import stop_wait_warning
 from lwray.cluster.place import Placement
 from lwray.cluster.preflight import Prepared
+from lwray.cluster.slurm import grace_warning, start_warning
 from lwray.config import Config
 from lwray.engine.session import Session
 from lwray.store import open_store
 from lwray.tracking.follow import Follower, NewPoints
-from lwray.tracking.journal import Journal, Line, merged_metrics, read_lines
+from lwray.tracking.journal import Journal, Line, merged_ledger, merged_metrics, read_lines
 from lwray.tracking.mirror import Mirror
 from lwray.tracking.mlflow_run import MlflowRun
 from lwray.tracking.progress import Progress
@@ -28,15 +29,16 @@ def watched(
     progress = Progress(prepared.total_steps, start, session.config.run.name)
     for line in introduction(session.config, prepared, placement, start):
         progress.note(line)
-    if warning := stop_wait_warning():
-        progress.note(warning)
+    for warning in (stop_wait_warning(), start_warning(), grace_warning(save_seconds(session.run))):
+        if warning:
+            progress.note(warning)
     followers = [Follower(session.attempt, shown(progress, session.attempt))]
     if mlflow:
         fresh, sink = NewPoints(mlflow.last_step), mlflow
         # what a killed driver had no time to record
         sink.log(fresh(merged_metrics(session.run)))
         followers.append(Follower(session.attempt, lambda lines: sink.log(fresh(lines))))
-    brought = brought_here(session) if afar and session.run.url else None
+    brought = brought_here(session, afar) if session.run.url else None
     with progress:
         try:
             yield
@@ -47,10 +49,10 @@ def watched(
                 stop_watching(follower, session)
 
 
-def brought_here(session: Session) -> Turns:
-    """Brings what rank 0 writes on another machine: what is shown, recorded and summed up."""
+def brought_here(session: Session, afar: bool) -> Turns:
+    """Brings a request to stop; `afar` also what rank 0 writes on another machine: it is shown and summed up here."""
     attempt = session.attempt
-    return Turns(Mirror(session.run), pull=(attempt.metrics, attempt.ledger))
+    return Turns(Mirror(session.run), pull=(attempt.request, *((attempt.metrics, attempt.ledger) if afar else ())))
 
 
 def shown(progress: Progress, attempt: Attempt) -> Callable[[list[Line]], None]:
@@ -107,6 +109,11 @@ def count(number: int) -> str:
     if number < 10_000:
         return str(number)
     return f"{number / 1e3:.1f} K" if number < 500_000 else f"{number / 1e6:.2f} M"
+
+
+def save_seconds(run: RunDir) -> float:
+    """What the run's latest save took; 0 before the first."""
+    return next((event["total_s"] for event in reversed(merged_ledger(run)) if event["event"] == "checkpoint"), 0.0)
 
 
 def newest_step(run: RunDir) -> int:

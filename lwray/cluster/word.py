@@ -1,6 +1,7 @@
 """What the driver and a group of workers tell each other, by files of the attempt."""
 
 from lwray.engine.session import Session
+from lwray.engine.stop import Notice
 from lwray.errors import UserError
 from lwray.tracking.journal import Line, read_lines
 from lwray.tracking.mirror import Mirror
@@ -21,9 +22,9 @@ def whereabouts(session: Session) -> Line | None:
     return groups[-1] if groups else None
 
 
-def ask_to_end(session: Session, cause: str) -> bool:
+def ask_to_end(session: Session, notice: Notice) -> bool:
     """Leave the request where rank 0 looks for it; False where it could not be left, and is to be left again."""
-    write_text(session.attempt.stop, cause)
+    write_text(session.attempt.stop, notice.text())
     try:
         if session.run.url:
             Mirror(session.run).push(session.attempt.stop)

@@ -15,6 +15,7 @@ import ray
 import torch.distributed as dist
 
 from lwray.cluster.arrive import on_this_machine
+from lwray.cluster.hang import allow_stacks
 from lwray.engine.session import Outcome, Session
 from lwray.engine.stop import StopRequest
 from lwray.engine.train import train
@@ -44,11 +45,13 @@ def run_worker(loop_config: dict[str, Any]) -> None:
 
 
 def note_group(session: Session, world: World) -> None:
-    """Where each rank is, by Ray's node ids: the driver looks after these nodes."""
-    nodes = world.gather(ray.get_runtime_context().get_node_id())
+    """Where each rank is, by Ray's node ids, and its process there: the driver looks after them."""
+    allow_stacks()
+    places = world.gather((ray.get_runtime_context().get_node_id(), os.getpid()))
+    nodes, pids = zip(*places, strict=True)
     if world.rank == 0:
         with closing(Journal(session.attempt)) as journal:
-            journal.event("group", group=session.attempt.group, workers=world.size, nodes=nodes)
+            journal.event("group", group=session.attempt.group, workers=world.size, nodes=nodes, pids=pids)
 
 
 @contextmanager

@@ -255,7 +255,30 @@ class TrackingSection(Section):
 
 class ClusterSection(Section):
     max_failures: int = key(3, "place", "restarts after lost workers, with no commit between, before giving up", ge=0)
+    time_limit: Seconds = key(
+        0, "place", "end so long after the start, to be started again; 0 = as the Slurm job", unit="seconds", ge=0
+    )
+    idle_leave: Seconds = key(
+        "10min", "place", "Slurm fleet: a node on which nothing ran for so long leaves", unit="seconds", gt=0
+    )
+    max_restarts: int = key(
+        8, "place", "restarts of a driver that died, before giving up; one is given back each hour", ge=0
+    )
+    lease_s: Seconds = key(
+        "30s", "place", "take a run over from another process that gave no sign for so long", unit="seconds", gt=0
+    )
+    grows: bool = key(
+        False, "place", "machines may join after the start: wait for the fewest workers' instead of refusing them"
+    )
     wait_s: Seconds = key("10s", "place", "wait so long for more than the fewest workers", unit="seconds", ge=0)
+    hang_s: Seconds = key(
+        "60s",
+        "place",
+        "restart workers that were silent for so long, or for 10 median steps, and ten times that at their start; "
+        "0 = never",
+        unit="seconds",
+        ge=0,
+    )
     give_up_after: Seconds = key(
         "24h", "place", "end when there was no room for the fewest workers for so long; 0 = never", unit="seconds", ge=0
     )

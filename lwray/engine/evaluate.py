@@ -1,6 +1,7 @@
 """The loss over the held-out rows: each once, exact at any number of workers."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -14,9 +15,10 @@ from lwray.tasks.task import Task
 
 
 @torch.no_grad()
-def evaluate(backend: Backend, task: Task, rows: Rows, deal: Deal, world: World) -> float:
+def evaluate(backend: Backend, task: Task, rows: Rows, deal: Deal, world: World, passed: Callable[[], None]) -> float:
     """Coefficient x (sum over the held-out rows) / (their weight), summed over the terms; the same on every rank.
 
+    `passed` is called after each pass over some rows.
     Raises Diverged where it is not a number, RunFailed where no row counts.
     """
     backend.module.eval()
@@ -28,6 +30,7 @@ def evaluate(backend: Backend, task: Task, rows: Rows, deal: Deal, world: World)
         for micro, part, _ in passes(step_rows, task.parts, world.device):
             for term, by_row in backend(micro.batch, micro.keys, part).items():
                 sums[0, terms.index(term)] += micro.masked_sum(by_row.double(), task.row_group, f"losses()[{term!r}]")
+            passed()
     backend.module.train()
     totals, weights = world.sum(sums).tolist()
     if not any(weights):

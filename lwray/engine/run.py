@@ -12,6 +12,7 @@ from lwray.engine.batch import count_steps, deal_rows
 from lwray.engine.build import build
 from lwray.engine.feed import Feed
 from lwray.engine.interval import Interval, count_losses
+from lwray.engine.life import Life
 from lwray.engine.metrics import StepMetrics
 from lwray.engine.mirrored_save import MirroredSaver
 from lwray.engine.progress import Progress
@@ -42,6 +43,7 @@ class Run:
     agreement: Agreement
     metrics: StepMetrics
     saver: Saver
+    life: Life
     journal: Journal | None
     turns: Turns | None
     """Brings the journal to an object store; None where the run is in a directory."""
@@ -84,12 +86,14 @@ def assemble(session: Session, world: World) -> Run:
         agreement=Agreement(world),
         metrics=StepMetrics(task, world, journal, deal.rows),
         saver=MirroredSaver(*save_with, turns=turns) if session.run.url else Saver(*save_with),
+        life=Life(session.attempt.life if world.rank == 0 else None, config),
         journal=journal,
         turns=turns,
     )
 
 
 def mirrored(session: Session) -> Turns | None:
-    """Of a run on an object store, what keeps the journal there."""
+    """Of a run on an object store, what keeps the journal and the sign of life there."""
     attempt = session.attempt
-    return Turns(Mirror(session.run), push=(attempt.metrics, attempt.ledger, attempt.ids)) if session.run.url else None
+    push = (attempt.metrics, attempt.ledger, attempt.ids, attempt.life)
+    return Turns(Mirror(session.run), push=push) if session.run.url else None

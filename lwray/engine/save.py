@@ -52,6 +52,8 @@ class Saver:
         self.frozen, self.interval, self.deadline = frozen, interval, section.deadline
         self.store, self.attempts = open_store(run.checkpoints_place), open_store(run.attempts_place)
         self.keep = Keep(section.keep, section.keep_best)
+        self.seconds = 0.0
+        """What the latest save took, from the copy to the commit."""
         self._owed = False
         self._under_way: Save | None = None
         self._stand_still = False
@@ -130,7 +132,7 @@ class Saver:
         fails it is only said so.
         """
         # whoever is stopped has little time: an older save is not waited for, this one not read back, nothing deleted
-        unhurried = not last or progress.ended in FINISHED
+        unhurried = cause not in ("final", "notice") or progress.ended in FINISHED
         self.finish(self.deadline if unhurried else HURRY_S)
         for attempt in range(1, TRIES + 1):
             error = self._try(self._take(progress, cause), unhurried)
@@ -226,7 +228,7 @@ class Saver:
 
     def _committed(self, save: Save) -> None:
         self._under_way = None
-        total = time.monotonic() - save.started
+        self.seconds = total = time.monotonic() - save.started
         self.interval.measured(save.blocked, total)
         if self.journal is not None and save.manifest is not None:
             self.journal.event(

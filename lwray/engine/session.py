@@ -29,6 +29,8 @@ class Session:
     """Of the whole run."""
     initial: Initial | None = None
     """What `init.from` names, for a run without a checkpoint of its own."""
+    ends_at: float | None = None
+    """Unix seconds at which the allocation of this attempt ends; None where nobody said."""
 
     def make_task(self) -> Task:
         return find_task(self.config.task.name, self.task_file)(self.config, self.data)
@@ -36,7 +38,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt ended: `cause` is finished, max_hours, stop_below, patience, or the name of a signal."""
+    """How an attempt ended: `cause` is one of FINISHED, or that of the notice that ended it."""
 
     cause: str
     step: int
@@ -56,6 +58,8 @@ class Outcome:
         return self.cause in FINISHED
 
 
+PREEMPTED = ("preempted", "time_limit")
+"""Causes after which the same command is to be run again: the machines went."""
 REGROUP = ("resize", "drain")
 """Causes after which the same attempt goes on, with another group of workers."""
 FINISHED = ("finished", "stop_below", "patience", "max_hours")

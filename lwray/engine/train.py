@@ -9,6 +9,7 @@ from lwray.engine.build import out_of_time
 from lwray.engine.deterministic import make_deterministic
 from lwray.engine.evaluate import evaluate
 from lwray.engine.feed import StepRows, passes
+from lwray.engine.leaving import Leaving
 from lwray.engine.objective import Objective
 from lwray.engine.progress import Progress
 from lwray.engine.run import Run, assemble
@@ -25,9 +26,10 @@ def train(session: Session, world: World, stop: StopRequest) -> Outcome:
         make_deterministic()
     with closing(assemble(session, world)) as run:
         try:
-            run_steps(run, stop)
+            run_steps(run, Leaving(stop, session.ends_at, lambda: run.saver.seconds))
         except Diverged:
             # an earlier state that is being saved is a good one
+            run.life.saves(run.progress.step)
             run.saver.finish(run.saver.deadline)
             raise
         outcome: Outcome = world.from_first(outcome_of(run.progress))
@@ -37,7 +39,7 @@ def train(session: Session, world: World, stop: StopRequest) -> Outcome:
     return outcome
 
 
-def run_steps(run: Run, stop: StopRequest) -> None:
+def run_steps(run: Run, leaving: Leaving) -> None:
     """All steps that are left; `run.progress` says how far it came and why it ended."""
     config, progress, metrics = run.config, run.progress, run.metrics
     run.agreement.begin(run.feed.weights(progress.step))
@@ -52,7 +54,7 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         next_weights = run.feed.weights(step + 1)
         metrics.waited(time.perf_counter() - started)
         # begun here and read at the step's end: no device waits for what the ranks agree on
-        run.agreement.begin(next_weights | flags(run, stop))
+        run.agreement.begin(next_weights | flags(run, leaving))
 
         reach("step.backward", step, run.world.rank)
         objective = Objective(run.task, weights, run.world.device)
@@ -66,26 +68,32 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         record_rows(run, step, step_rows)
         progress.step += 1
         progress.seconds += time.perf_counter() - started
+        leaving.stepped(time.perf_counter() - started)
+        run.life.took(time.perf_counter() - started)
 
         last = progress.step == run.total_steps
         evaluates = len(run.val_rows) > 0 and (last or is_due(progress.step, config.eval.every_steps))
         saves = agreed["save"] > 0 or is_due(progress.step, config.checkpoint.every_steps) or run.saver.owes
+        noticed = agreed["notice"] > 0
         logged = is_due(progress.step, config.train.log_every) or step == 0 or last
-        logged |= evaluates or saves or agreed["stop"] > 0 or agreed["out_of_time"] > 0
+        logged |= evaluates or saves or noticed or agreed["stop"] > 0 or agreed["out_of_time"] > 0
         metrics.step(step, lr, objective, norm, logged=logged)
 
         paused = time.perf_counter()
         if evaluates:
             metrics.flush()
             reach("evaluate", step, run.world.rank)
-            progress.evaluated(
-                evaluate(run.backend, run.task, run.val_rows, run.deal, run.world), config.eval.min_delta
-            )
+            progress.evaluated(evaluation(run), config.eval.min_delta)
             record_evaluation(run, step)
-        progress.ended = why_end(run, agreed, stop, last, evaluates)
+        progress.ended = why_end(run, agreed, leaving, last, evaluates)
         run.saver.advance(agreed)
-        save(run, due=saves)
+        if noticed and progress.ended is None:
+            save_at_notice(run, leaving)
+        else:
+            save(run, due=saves)
         metrics.paused(time.perf_counter() - paused)
+        if progress.ended is None:
+            run.life.trains(progress.step)
 
 
 def accumulate(run: Run, step_rows: StepRows, objective: Objective) -> None:
@@ -104,13 +112,13 @@ def order_buckets(run: Run, weights: Mapping[str, float]) -> None:
         run.backend.discard()
 
 
-def flags(run: Run, stop: StopRequest) -> dict[str, float]:
+def flags(run: Run, leaving: Leaving) -> dict[str, float]:
     """What this rank has to say at the step boundary; all hear a sum above zero. Rank 0's clock is the clock."""
     first = run.world.rank == 0
     return {
-        "stop": float(stop.cause is not None),
         "save": float(first and run.saver.interval.is_due()),
         "out_of_time": float(first and out_of_time(run.config, run.progress)),
+        **leaving.flags(),
         **run.saver.flags(),
     }
 
@@ -121,6 +129,7 @@ def save(run: Run, *, due: bool) -> None:
     is_best = run.config.checkpoint.keep_best > 0 and progress.is_best
     if not (due or is_best or progress.ended):
         return
+    run.life.saves(progress.step)
     run.metrics.flush()
     progress.loss = run.metrics.loss
     if progress.ended:
@@ -129,7 +138,17 @@ def save(run: Run, *, due: bool) -> None:
         run.saver.begin(progress, "best" if is_best else "periodic")
 
 
-def why_end(run: Run, agreed: Mapping[str, float], stop: StopRequest, last: bool, evaluated: bool) -> str | None:
+def save_at_notice(run: Run, leaving: Leaving) -> None:
+    """The machines will be gone, and there is time: this state is safe first, then the training goes on."""
+    run.life.saves(run.progress.step)
+    run.metrics.flush()
+    run.progress.loss = run.metrics.loss
+    if (notice := leaving.heed()) and run.journal is not None:
+        run.journal.event("notice", cause=notice.cause, deadline=notice.deadline, step=run.progress.step)
+    run.saver.save(run.progress, "notice")
+
+
+def why_end(run: Run, agreed: Mapping[str, float], leaving: Leaving, last: bool, evaluated: bool) -> str | None:
     """None to go on. Ranks agree on whether; the name of a signal is rank 0's to tell."""
     section, progress = run.config.eval, run.progress
     if last:
@@ -141,7 +160,9 @@ def why_end(run: Run, agreed: Mapping[str, float], stop: StopRequest, last: bool
             return "patience"
     if agreed["out_of_time"]:
         return "max_hours"
-    return (stop.cause or "TERM") if agreed["stop"] else None
+    if agreed["stop"]:
+        return leaving.notice.cause if leaving.notice else "TERM"
+    return None
 
 
 def is_due(step: int, every: int) -> bool:
@@ -155,6 +176,12 @@ def record_rows(run: Run, step: int, step_rows: StepRows) -> None:
         everyone = run.world.gather(step_rows.ids)
         if run.journal is not None:
             run.journal.ids(step, sorted(row for ids in everyone for row in ids))
+
+
+def evaluation(run: Run) -> float:
+    """The validation loss; each pass is a sign of life."""
+    step = run.progress.step
+    return evaluate(run.backend, run.task, run.val_rows, run.deal, run.world, lambda: run.life.evaluates(step))
 
 
 def record_evaluation(run: Run, step: int) -> None:

@@ -69,6 +69,21 @@ class Attempt:
         return self.path / f"stop-{self.group:02d}"
 
     @property
+    def request(self) -> Path:
+        """While this file exists the attempt is asked to commit and end, from outside: `lwray stop` leaves it."""
+        return self.path / "stop"
+
+    @property
+    def life(self) -> Path:
+        """Rank 0's last sign of life, while the group trains."""
+        return self.path / f"life-{self.group:02d}.json"
+
+    @property
+    def stacks(self) -> Path:
+        """What every rank was at when a group hung."""
+        return self.path / "stacks"
+
+    @property
     def outcome(self) -> Path:
         """What the group's workers left: how it ended, or why they failed."""
         return self.path / f"outcome-{self.group:02d}.json"

@@ -96,7 +96,7 @@ def _attempt(attempt: Attempt, *, here: bool) -> dict[str, Any]:
     """A row of the overview; where the files were not written `here`, their own times say nothing."""
     events, metrics = events_of(attempt), read_lines(attempt.metrics)
     steps = [line["step"] for line in metrics if "loss" in line]
-    ending = _last_ending(events)
+    ending = last_ending(events)
     # an attempt without an ending runs still or was killed: its end is its last sign of life
     files = [path for path in (attempt.ledger, attempt.metrics) if path.exists()]
     signs = [path.stat().st_mtime for path in files] if here else _times(events + metrics)
@@ -115,7 +115,7 @@ def _times(lines: list[Line]) -> list[float]:
     return [line["time"] for line in lines if "time" in line]
 
 
-def _last_ending(events: list[Line]) -> Line | None:
+def last_ending(events: list[Line]) -> Line | None:
     """The event that ended the attempt; a failure that it resumed from did not."""
     for event in reversed(events):
         if event["event"] in ENDINGS:
@@ -135,13 +135,13 @@ def _headline(data: dict[str, Any]) -> Text:
 
 
 def _attempts_table(attempts: list[dict[str, Any]]) -> Table:
-    table = _table("Attempts", "#", "started", "ran for", "steps", "end")
+    table = titled("Attempts", "#", "started", "ran for", "steps", "end")
     for row in attempts:
         superseded = row is not attempts[-1]
         table.add_row(
             str(row["attempt"]),
-            _date(row["start"]),
-            _span(row["start"], row["end"]),
+            date(row["start"]),
+            span(row["start"], row["end"]),
             "" if row["first_step"] is None else f"{row['first_step']} to {row['last_step']}",
             _ending(row, superseded),
         )
@@ -149,13 +149,13 @@ def _attempts_table(attempts: list[dict[str, Any]]) -> Table:
 
 
 def _checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
-    table = _table("Checkpoints", "name", "step", "size", "age", "written by", "cause", "val loss", "health")
+    table = titled("Checkpoints", "name", "step", "size", "age", "written by", "cause", "val loss", "health")
     for row in checkpoints:
         table.add_row(
             row["name"],
             str(row["step"]),
             "" if row["bytes"] is None else decimal(row["bytes"]),
-            _span(row["time"], time.time()),
+            span(row["time"], time.time()),
             _layout(row),
             row["cause"] or "",
             "" if row["val_loss"] is None else f"{row['val_loss']:.4f}",
@@ -171,7 +171,8 @@ def _layout(row: Checkpoint) -> str:
     return f"{row['backend']} on {row['workers']} worker{'' if row['workers'] == 1 else 's'}"
 
 
-def _table(title: str, *columns: str) -> Table:
+def titled(title: str, *columns: str) -> Table:
+    """An empty table in the manner of all of them."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
         justify: Literal["right", "left"] = "right" if column in NUMBERS else "left"
@@ -182,14 +183,18 @@ def _table(title: str, *columns: str) -> Table:
 def _ending(row: dict[str, Any], superseded: bool) -> str:
     if row["ending"] is None:
         return "killed" if superseded else "none recorded: it runs still, or was killed"
+    if row["cause"] == "superseded":
+        return "superseded by a later attempt"
     return f"{row['ending']}: {row['cause']}" if row["cause"] else str(row["ending"])
 
 
-def _date(seconds: float | None) -> str:
+def date(seconds: float | None) -> str:
+    """Unix seconds as this machine's clock shows them; nothing for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _span(start: float | None, end: float | None) -> str:
+def span(start: float | None, end: float | None) -> str:
+    """The time between, in one unit; nothing where one of them is not known."""
     if start is None or end is None:
         return ""
     seconds = end - start

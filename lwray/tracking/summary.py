@@ -13,6 +13,9 @@ from rich.text import Text
 from lwray.tracking.journal import merged_metrics
 from lwray.tracking.rundir import RunDir
 
+STOPPED = ("INT", "TERM", "preempted", "time_limit")
+"""Causes after which the same command goes on with the run."""
+
 
 def summarise(
     run: RunDir,
@@ -58,7 +61,7 @@ def show_summary(summary: Mapping[str, Any], again: bool = False) -> None:
         # an error's text may hold what rich takes for markup
         table.add_row(label, Text(text))
     console.print(table)
-    if summary["cause"] in ("INT", "TERM") and "error" not in summary:
+    if summary["cause"] in STOPPED and "error" not in summary:
         committed = "A checkpoint is committed. " if summary.get("step") else ""
         console.print(f"{committed}Run the same command again to go on.")
 
