@@ -46,6 +46,7 @@ def test_without_machines_to_come_too_many_workers_are_refused(nodes: Nodes, tmp
     assert not (tmp_path / "toy").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_where_machines_may_join_the_run_waits_for_them(nodes: Nodes, tmp_path: Path) -> None:
     process = start(nodes, tmp_path, "cluster.grows=true")

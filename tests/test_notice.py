@@ -105,11 +105,12 @@ def test_the_end_of_an_allocation_loses_no_step_and_asks_to_be_started_again(tmp
 
 
 def test_a_notice_by_signal_is_75_and_the_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    finish(start(tmp_path, "whole", *INLINE), 30)
-    process = start(tmp_path, "noticed", *INLINE)
+    keys = (*INLINE, "train.steps=1500")
+    finish(start(tmp_path, "whole", *keys), 30)
+    process = start(tmp_path, "noticed", *keys)
     wait_for(lambda: last_step(RunDir(tmp_path / "noticed")) > 300, 30, "step 300")
     os.kill(process.pid, signal.SIGUSR1)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == ExitCode.PREEMPTED, output
-    finish(start(tmp_path, "noticed", *INLINE), 30)
+    finish(start(tmp_path, "noticed", *keys), 30)
     assert_same(tmp_path, "noticed", "whole")

@@ -153,6 +153,7 @@ def test_a_stop_reaches_a_ray_that_was_started_here(tmp_path: Path) -> None:
     assert [event["event"] for event in events(tmp_path, "local", 1)[-2:]] == ["checkpoint", "stopped"]
 
 
+@pytest.mark.slow
 def test_a_stop_before_there_are_workers_is_a_stop(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(tmp_path, "early", *LONG), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

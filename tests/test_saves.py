@@ -176,7 +176,7 @@ def test_a_run_started_over_takes_its_name_from_an_old_driver_that_still_lives(
     old = start(tmp_path, "renewed", *keys)
     wait_for(lambda: last_step(run) >= 50, 25, "step 50")
     os.killpg(old.pid, signal.SIGSTOP)
-    finish(start(tmp_path, "renewed", *INLINE, "--fresh"), 25)
+    finish(start(tmp_path, "renewed", *INLINE, "--fresh", "cluster.lease_s=1"), 25)
     summary, checkpoints = run.summary.read_bytes(), sorted(run.checkpoints.glob("*/manifest.json"))
     os.killpg(old.pid, signal.SIGCONT)
     output, _ = old.communicate(timeout=20)

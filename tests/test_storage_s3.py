@@ -34,6 +34,7 @@ from lwray.tracking.storage import Storage, pull_run
 
 STEPS = 200
 INLINE = ("--launcher=inline", *KEYS, f"train.steps={STEPS}", "checkpoint.every_steps=20", "checkpoint.keep=1000")
+QUICKLY = (*INLINE, "cluster.lease_s=1")
 NUMBERS = count(1)
 SLOW = {"point": "step.data", "do": "delay", "seconds": 0.02}
 
@@ -225,12 +226,12 @@ def test_a_store_that_fails_now_and_then_changes_nothing(machines: Machines, who
 
 def test_an_old_driver_that_wakes_up_commits_nothing_and_leaves_the_summary(machines: Machines, whole: Path) -> None:
     first, second, third = machines(), machines(), machines()
-    old = first.start("fenced", *INLINE)
+    old = first.start("fenced", *QUICKLY)
     wait_for(lambda: commits(first.run("fenced")) >= 2, 25, "two checkpoints")
     os.killpg(old.pid, signal.SIGSTOP)
     try:
         assert (
-            second.lwray("train", str(first.spool / "toy.toml"), f"--storage={first.url}", "run.name=fenced", *INLINE)
+            second.lwray("train", str(first.spool / "toy.toml"), f"--storage={first.url}", "run.name=fenced", *QUICKLY)
             == 0
         )
         run = third.brought("fenced")
