@@ -203,7 +203,7 @@ def asks_to_be_started_again(slurm: Slurm, root: Path, when: str, limit: int = 4
     """A job that, after the command `when`, ends as one whose run has committed; its second start ends at once."""
     script = root / "job.sh"
     lines = ["#!/bin/bash", "[[ ! $SLURM_RESTART_COUNT ]] || exit 0", "trap : TERM", when, f"cd {REPOSITORY}"]
-    script.write_text("\n".join([*lines, f"exec {sys.executable} -m lwray.cluster.slurm"]))
+    script.write_text("\n".join([*lines, f"exec {sys.executable} -m lwray.cluster.slurm 75"]))
     options = ("--partition=preempt", "--requeue", "--open-mode=append", f"--output={root}/%j.txt", f"--time={limit}")
     return slurm.submit(*options, str(script))
 

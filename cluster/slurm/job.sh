@@ -1,16 +1,21 @@
 # shellcheck shell=bash
 # What the jobs of this directory have in common; site.sh is what you edit.
 
-# The run's name: run.name, or the stem of the run file.
+# The run's name: run.name of the command line or of the run file, or else the file's stem.
 run_name() {
-    local word name=
+    local word name= file=
     for word in "$@"; do
         case $word in
             run.name=*) name=${word#run.name=} && break ;;
             *=* | -*) ;;
-            *) [[ $name ]] || name=$(basename "$word" .toml) ;;
+            *) [[ $file ]] || file=$word ;;
         esac
     done
+    if [[ -z $name && -r $file ]]; then
+        name=$(awk -F '[="\047]+' '/^\[/ { run = /^\[run\]/ } (run && /^name *=/) || /^run\.name *=/ { print $2; exit }' \
+            <(sed 's/ *= */=/' "$file"))
+    fi
+    [[ $name || -z $file ]] || name=$(basename "$file" .toml)
     [[ $name ]] || { echo "Give a run file: $0 CONFIG [section.key=value …]" >&2 && exit 2; }
     echo "$name"
 }
@@ -71,6 +76,8 @@ drive() {
     local code=0 meeting=$1 others=$2
     shift 2
     await 1 "$meeting/address"
+    # without it lwray would start a Ray of its own, on this node alone
+    [[ -s $meeting/address ]] || return 1
     RAY_ADDRESS=$(<"$meeting/address")
     await "$others" "$meeting/joined-*"
     export RAY_ADDRESS

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import takewhile
 
 from lwray.checkpoint.find import committed
 from lwray.cluster.blame import STEPS, blamed, failing
@@ -53,7 +54,7 @@ class Groups:
         self.section: ClusterSection = session.config.cluster
         self.need = worker_need(placement)
         self.least, self.most = limits(session, placement)
-        self.room = Room(self.need, self.least, self.most, self.section, stop, say)
+        self.room = Room(self.need, self.least, self.most, self.section, stop, session.ends_at, say)
         self.pause = FIRST_PAUSE_S
         self.goal = 0
         """The size for which a group was asked to make way."""
@@ -103,12 +104,13 @@ class Groups:
             if hang is None:
                 if hang := vigil.look(now):
                     self.end_hung(session, place, hang)
-                elif not asked:
-                    asked = self.change(session, place, growth)
+                elif asked is None or asked.cause == "drain":
+                    asked = self.change(session, place, growth, asked)
             elif now - hang.found > ENDS_S:
                 raise RunFailed(f"{hang}. They were killed, and Ray has not ended them within {ENDS_S:.0f} s.")
         bring_end(session, failed=group.failure is not None)
-        if group.failure is not None:
+        # a worker or node that goes once the end is written down takes nothing with it
+        if group.failure is not None and not session.attempt.outcome.exists():
             if hang:
                 self.lose(f"{hang}. What each rank was at: {session.attempt.stacks}.")
             else:
@@ -125,23 +127,28 @@ class Groups:
             self.lose(str(error))
             return None
 
-    def change(self, session: Session, place: Line, growth: Growth) -> Notice | None:
-        """Ask the group to end where it should give way to another; what was asked, or nothing."""
+    def change(self, session: Session, place: Line, growth: Growth, asked: Notice | None) -> Notice | None:
+        """Ask the group to end where it should give way to another; what was asked, now or before, or nothing."""
         held: dict[str, int] = {}
         for node in place["nodes"]:
             held[node] = held.get(node, 0) + 1
         try:
-            nodes = self.room.nodes(held)
+            nodes = view(held)
         except Exception as error:
             # Ray's head may be away for a while; a group that trains is not ended for that
             log.warning("The cluster could not be looked at: %s", error)
-            return None
-        possible = min(self.most, possible_workers(nodes, self.need))
+            return asked
+        possible = min(self.most, possible_workers(self.room.trusted(nodes), self.need))
         if leaving := [node for node in nodes if node.held and not node.stays]:
             deadline = earliest(leaving)
             # where those that stay can go on, they do so at once; else what is left of the time is used
-            if asked := self.ask(session, Notice("drain", deadline if possible < self.least else None)):
+            notice = Notice("drain", deadline if possible < self.least else None)
+            if notice == asked:
+                return asked
+            if heard := self.ask(session, notice):
                 self.record("drain", nodes=[node.address for node in leaving], deadline=deadline)
+            return heard or asked
+        if asked is not None:
             return asked
         if size := growth.decide(time.monotonic(), possible, self.remaining, self.pause):
             self.goal = size
@@ -150,8 +157,12 @@ class Groups:
 
     def end_hung(self, session: Session, place: Line, hang: Hang) -> None:
         """Write down what every rank of the group is at, and kill it."""
-        self.record("hang", silent_s=hang.silent_s, step=hang.step, doing=hang.doing)
-        take_stacks(session, place, hang)
+        try:
+            self.record("hang", silent_s=hang.silent_s, step=hang.step, doing=hang.doing)
+            take_stacks(session, place, hang)
+        except OSError as error:
+            # a storage that fails may be why it hangs
+            log.warning("What the workers are at could not be written down: %s", error)
         kill_group(place)
 
     def ask(self, session: Session, notice: Notice) -> Notice | None:
@@ -173,9 +184,10 @@ class Groups:
 
         `nodes` are those whose workers are gone (Ray's ids).
         """
-        self.record("lost", error=reason, nodes=nodes, step=self.last_step())
+        _, newest = next(committed(open_store(self.session.run.checkpoints_place)), (None, None))
+        self.record("lost", error=reason, nodes=nodes, step=self.last_step(), committed=newest.step if newest else 0)
         lost = losses_since_progress(events_of(self.session.attempt))
-        if lost > self.section.max_failures:
+        if lost > self.section.max_failures and not self.stop.cause:
             raise RunFailed(
                 f"{reason} Workers were lost {lost} times without a commit between (cluster.max_failures = "
                 f"{self.section.max_failures})."
@@ -214,9 +226,9 @@ class Groups:
         return self.room.wait(wanted, patience)
 
     def stopped(self) -> Outcome:
-        """The user's stop, at a moment when no workers are there to write it down: the newest commit stands."""
+        """A stop at a moment when no workers are there to write it down: the newest commit stands."""
         _, newest = next(committed(open_store(self.session.run.checkpoints_place)), (None, None))
-        outcome = Outcome.before_any_step(self.stop.cause or "TERM")
+        outcome = Outcome.before_any_step(self.stop.cause or "time_limit")
         if newest is not None:
             names = ("step", "loss", "val_loss", "best_val_loss", "seconds")
             outcome = replace(outcome, **{name: newest.progress[name] for name in names})
@@ -241,10 +253,5 @@ def earliest(leaving: list[NodeView]) -> float | None:
 
 def losses_since_progress(ledger: list[Line]) -> int:
     """Groups that were lost one after the other, with no checkpoint committed between."""
-    count = 0
-    for event in ledger:
-        if event["event"] == "lost":
-            count += 1
-        elif event["event"] == "checkpoint":
-            count = 0
-    return count
+    at = [event["committed"] for event in ledger if event["event"] == "lost"]
+    return sum(1 for _ in takewhile(lambda step: step == at[-1], reversed(at)))

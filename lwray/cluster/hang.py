@@ -18,7 +18,7 @@ from typing import TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lwray.engine.life import TIMES, Sign
+from lwray.engine.life import Sign
 from lwray.engine.session import Session
 from lwray.tracking.journal import Line
 from lwray.tracking.mirror import Mirror
@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 HEARD_S = 5.0
 """Silence counts as far as it was listened to: this much between two looks at most."""
+STARTS = 60
+"""Times `cluster.hang_s` that reading a checkpoint, compiling and the first step may take."""
+STORE_S = 120.0
+"""How much later an object store that fails now and then may show a sign."""
 DUMP_S, ANSWER_S = 20.0, 60.0
 """How long the stack of a process may take, and how long the nodes are waited for."""
 ENDS_S = 300.0
@@ -75,17 +79,22 @@ class Vigil:
             self._last, self._silent = sign, 0.0
         else:
             self._silent += min(passed, HEARD_S)
-        step, doing, patience = None, "start", TIMES * self._hang_s
+        step, doing, patience = None, "start", STARTS * self._hang_s
         if self._last:
             step, doing, patience = self._last.step, self._last.doing, self._last.patience_s
+        if self._session.run.url:
+            patience += STORE_S
         return Hang(now, self._silent, step, doing) if self._silent > patience else None
 
 
 def last_sign(session: Session) -> Sign | None:
-    """The group's last sign of life. Raises OSError."""
-    if session.run.url:
-        Mirror(session.run).pull(session.attempt.life)
-    return Sign.read(session.attempt.life)
+    """The group's last sign of life; None before the first. Raises OSError."""
+    path = session.attempt.life
+    # what is here is newer where rank 0 is on this machine, so nothing is brought in its place
+    found = [path.read_bytes()] if path.exists() else []
+    if session.run.url and (there := Mirror(session.run).read(path)):
+        found.append(there)
+    return max(filter(None, map(Sign.of, found)), key=lambda sign: sign.count, default=None)
 
 
 def take_stacks(session: Session, place: Line, hang: Hang) -> None:

@@ -97,7 +97,7 @@ class Lease:
         while True:
             # the storage may answer again at the next beat
             with suppress(OSError):
-                if self._written and not self._is_ours():
+                if self._written and self._is_lost():
                     return
                 self._beat()
             if self._done.wait(self._holder.every):
@@ -111,12 +111,21 @@ class Lease:
         self._store.put(NAME, [json.dumps(asdict(self._holder)).encode()])
         self._written = True
 
+    def _is_lost(self) -> bool:
+        """After a later attempt has taken the run over, and where the run was moved or removed."""
+        now = self._read()
+        return now is None or now.attempt > self._holder.attempt
+
     def _is_ours(self) -> bool:
-        """False after a later attempt has taken the run over, and where the run was moved or removed."""
+        now = self._read()
+        return now is not None and now.token == self._holder.token
+
+    def _read(self) -> Holder | None:
+        """Raises OSError where the storage does not answer, or gives no lease."""
         try:
-            return self._holder.token.encode() in self._store.read(NAME)
-        except FileNotFoundError:
-            return False
+            return read_holder(self._store)
+        except UserError as error:
+            raise OSError(str(error)) from error
 
 
 def await_lease(run: RunDir, config: Config, say: Callable[[str], None], judged: Holder | None = None) -> Holder | None:

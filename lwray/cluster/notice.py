@@ -9,6 +9,9 @@ from lwray.engine.stop import Notice, by_name
 STARTED = "LWRAY_STARTED"
 """Unix seconds at which the command began, where that was another process than the driver."""
 
+LEAVE_S = 60.0
+"""Before a Slurm job's end: Ray's, the summary's, and the request to be started again, which Slurm takes till then."""
+
 
 def explain(signal_name: str) -> Notice:
     """`INT`, `TERM` or `USR1`. Slurm sends SIGTERM both to a job that somebody cancels and to one that it preempts."""
@@ -17,7 +20,7 @@ def explain(signal_name: str) -> Notice:
     if preempted := preemption():
         return Notice("preempted", preempted.deadline)
     if signal_name == "USR1" and (end := job_end()) and end - time.time() < NEAR_S:
-        return Notice("time_limit", end)
+        return Notice("time_limit", end - LEAVE_S)
     return by_name(signal_name)
 
 
@@ -25,4 +28,5 @@ def allocation_end(time_limit: float) -> float | None:
     """Unix seconds, by `cluster.time_limit` (0: not given) or else by the Slurm job; None where neither says."""
     if time_limit:
         return float(os.environ.get(STARTED, time.time())) + time_limit
-    return job_end()
+    end = job_end()
+    return end - LEAVE_S if end else None

@@ -21,7 +21,7 @@ from lwray.tracking.storage import Storage, pull_logs, pull_run, run_names, stor
 
 POLL_S = 1.0
 SILENT_S = 60.0
-"""A driver whose lease stands still for so long is taken for dead."""
+"""A driver whose lease stands still for so long, or for three of its beats, is taken for dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def wait_for_end(run: RunDir, attempt: Attempt, seconds: float) -> None:
         if now != before:
             before, moved = now, time.monotonic()
         still = time.monotonic() - moved
-        if still > SILENT_S or time.monotonic() - asked > seconds:
+        if still > max(SILENT_S, 3 * now.every) or time.monotonic() - asked > seconds:
             raise RunFailed(
                 f"{run.root.name} has not ended {time.monotonic() - asked:.0f} s after it was asked: {now} has it, and "
                 f"gave its last sign of life {still:.0f} s ago."

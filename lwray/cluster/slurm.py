@@ -1,7 +1,7 @@
 """What Slurm says of the job that this process runs in, and the one way in which a job puts itself back into the queue.
 
-`python -m lwray.cluster.slurm` is that way: the last command of a job whose run has committed and asked to be started
-again (exit code 75).
+`python -m lwray.cluster.slurm CODE` is that way: the last command of a job whose run was preempted (exit code 75) or
+ended by a signal.
 """
 
 import os
@@ -85,29 +85,32 @@ def often() -> str:
     return "what was not saved before is trained again. Save often: checkpoint.every=auto."
 
 
-def hand_back() -> int:
-    """Let Slurm start this job again where its machines were taken, and stay until it does; else 75, at once.
+def hand_back(code: int) -> int:
+    """Let Slurm start this job again where its machines were taken, and stay until it does; else `code`, at once.
 
-    Slurm requeues a preempted job when it kills it, and not where the job has ended by itself. At its time limit a job
-    must ask. One that was cancelled is no more RUNNING and is never brought back.
+    Slurm requeues a preempted job when it kills it, and not where the job has ended by itself, by whatever code: a
+    signal may come before the driver knows what it means. At its time limit a job must ask. One that was cancelled is
+    no more RUNNING and is never brought back.
     """
     fields = job()
     if preemption_of(fields):
         print("Preempted: waiting for Slurm to requeue this job.", flush=True)  # noqa: T201
-        return wait_for_the_end()
+        wait_for_the_end()
+        return code
     end = end_of(fields)
-    if fields.get("JobState") != "RUNNING" or end is None or end - time.time() > NEAR_S:
-        return ExitCode.PREEMPTED
-    print("At the time limit: this job goes back into the queue.", flush=True)  # noqa: T201
-    asked = subprocess.run(["scontrol", "requeue", os.environ[JOB]], timeout=ANSWER_S, check=False)
-    return wait_for_the_end() if asked.returncode == 0 else ExitCode.PREEMPTED
+    at_limit = code == ExitCode.PREEMPTED and end is not None and end - time.time() <= NEAR_S
+    if at_limit and fields.get("JobState") == "RUNNING":
+        print("At the time limit: this job goes back into the queue.", flush=True)  # noqa: T201
+        asked = subprocess.run(["scontrol", "requeue", os.environ[JOB]], timeout=ANSWER_S, check=False)
+        if asked.returncode == 0:
+            wait_for_the_end()
+    return code
 
 
-def wait_for_the_end() -> int:
+def wait_for_the_end() -> None:
     """Slurm kills this process. One that is still here, because the job was cancelled, ends by itself."""
     while job().get("JobState", "RUNNING") == "RUNNING":
         time.sleep(5)
-    return ExitCode.PREEMPTED
 
 
 def job() -> dict[str, str]:
@@ -140,4 +143,4 @@ def grace_of(partition: dict[str, str]) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(hand_back())
+    sys.exit(hand_back(int(sys.argv[1])))

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from ray.exceptions import RayError
+
 from lwray.cluster.ray_node import RayNode
 from lwray.cluster.slurm import NEAR_S, job_end, preemption
 from lwray.config import load
@@ -54,13 +56,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--meeting", type=Path, required=True, help="a directory that all nodes see")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp"), help="local room for Ray's files")
     parser.add_argument("--only-drives", action="store_true", help="head: take no workers")
-    parser.add_argument("--run", nargs="+", metavar="CONFIG", help="member: CONFIG [section.key=value …]")
+    parser.add_argument("--run", nargs=argparse.REMAINDER, help="member, and last: CONFIG [section.key=value …]")
     arguments = parser.parse_args(argv)
     if arguments.role == "head":
         return head(arguments.meeting, arguments.scratch, arguments.only_drives)
     if arguments.role == "node":
         return node(arguments.meeting, arguments.scratch)
-    file, *overrides = arguments.run
+    overrides = [word for word in arguments.run if "=" in word and not word.startswith("-")]
+    file = next(word for word in arguments.run if "=" not in word and not word.startswith("-"))
     return member(arguments.meeting, arguments.scratch, load(Path(file), overrides).config.cluster.idle_leave)
 
 
@@ -124,7 +127,11 @@ def leave(ray: RayNode) -> None:
     if taken is None and deadline - time.time() > NEAR_S:
         deadline = time.time() + CANCELLED_S
     say(f"This node goes in {deadline - time.time():.0f} s: draining it.")
-    ray.drain(deadline - SPARE_S)
+    try:
+        ray.drain(deadline - SPARE_S)
+    except RayError as error:
+        # the run sees that the node is gone, and goes on without it
+        say(f"The head takes no notice: {error}")
     while ray.is_member() and time.time() < deadline - SPARE_S:
         time.sleep(TICK_S)
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,14 +22,14 @@ from lwray.cluster.notice import STARTED
 from lwray.config.schema import Config
 from lwray.errors import ExitCode, RunFailed
 from lwray.tracking.journal import events_of, read_lines
-from lwray.tracking.rundir import RunDir
+from lwray.tracking.rundir import Attempt, read_json
 from lwray.tracking.storage import Storage
 
 VARIABLE = "LWRAY_DRIVER"
 """Tells a process that it is the driver, and not who watches over one."""
 FORWARDED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
 """Signals that are handed on, and the exit code of a driver that one of them ended before it could take it."""
-STARTS, ENDS = ("started", "resumed"), ("failed", "stopped")
+STARTS, ENDS = ("started", "resumed"), ("failed", "stopped", "superseded")
 """Events after which workers train, and those that a driver leaves which ends with exit code 1, or was to end."""
 GIVEN_BACK_S = 3600.0
 LONGEST_PAUSE_S, TICK_S = 60.0, 0.2
@@ -82,21 +83,23 @@ class Supervisor:
             signal.signal(number, self.forward)
         os.environ.setdefault(STARTED, str(time.time()))
         driver = Driver(os.getpid())
+        newest: Attempt | None = None
         while True:
             before = self.run.last_attempt()
             code = self.drive(driver)
-            opened = self.run.last_attempt() > before
-            reason = self.why_died(code, opened, driver)
+            own = self.opened_by(self.child, before) if self.child else None
+            reason = self.why_died(code, own, driver)
             if reason is None:
                 return code if code >= 0 else self.code_of_asked(code)
             pause = self.budget.spend(reason)
             self.say(f"{reason} It is started again in {pause:.0f} s ({self.budget.left} more restarts are left).")
-            driver = Driver(os.getpid(), reason, opened or driver.opened)
+            newest = own or newest
+            driver = Driver(os.getpid(), reason, newest is not None)
             self.wait(pause)
             self.await_head()
             if self.asked:
                 return FORWARDED[signal.Signals(self.asked[-1])]
-            if opened and self.run.attempts_in_order()[-1].request.exists():
+            if newest is not None and newest.request.exists():
                 self.say("It was asked to stop: it is not started again.")
                 return ExitCode.TERMINATED
 
@@ -119,13 +122,22 @@ class Supervisor:
         if self.child is not None:
             self.child.send_signal(number)
 
-    def why_died(self, code: int, opened: bool, driver: Driver) -> str | None:
+    def opened_by(self, child: "subprocess.Popen[bytes]", before: int) -> Attempt | None:
+        """The attempt of a driver; others may have come from other machines meanwhile."""
+        for attempt in self.run.attempts_in_order():
+            if attempt.number > before and attempt.env.exists():
+                made = read_json(attempt.env)
+                if (made["hostname"], made["pid"]) == (socket.gethostname(), child.pid):
+                    return attempt
+        return None
+
+    def why_died(self, code: int, own: Attempt | None, driver: Driver) -> str | None:
         """Why a driver is to be started again; None where it ended in order, or was asked to end."""
         if self.asked:
             return None
         if code < 0:
             return f"The driver was killed by {signal.Signals(-code).name}."
-        if code != ExitCode.FAILED or not (opened or driver.restarted) or (opened and has_ended(self.run)):
+        if code != ExitCode.FAILED or not (own or driver.restarted) or (own and has_ended(own)):
             return None
         return "The driver ended without a word, as Ray ends one that has lost its head."
 
@@ -205,7 +217,7 @@ def spent(times: list[float], now: float) -> float:
     return max(0.0, level - (now - last) / GIVEN_BACK_S)
 
 
-def has_ended(run: RunDir) -> bool:
-    """Whether the last attempt has written down that it failed, or was stopped."""
-    names = [event["event"] for event in events_of(run.attempts_in_order()[-1])]
+def has_ended(attempt: Attempt) -> bool:
+    """Whether an attempt has written down that it failed, was stopped, or lost the run to a later one."""
+    names = [event["event"] for event in events_of(attempt)]
     return next((name for name in reversed(names) if name in (*STARTS, *ENDS)), None) in ENDS

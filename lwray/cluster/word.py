@@ -24,10 +24,11 @@ def whereabouts(session: Session) -> Line | None:
 
 def ask_to_end(session: Session, notice: Notice) -> bool:
     """Leave the request where rank 0 looks for it; False where it could not be left, and is to be left again."""
-    write_text(session.attempt.stop, notice.text())
     try:
         if session.run.url:
-            Mirror(session.run).push(session.attempt.stop)
+            # there before here: a worker on this machine brings what is there
+            Mirror(session.run).put(session.attempt.stop, notice.text())
+        write_text(session.attempt.stop, notice.text())
     except OSError as error:
         print(f"The request to stop could not be handed on, and is tried again: {error}.")  # noqa: T201
         return False

@@ -274,7 +274,7 @@ class ClusterSection(Section):
     hang_s: Seconds = key(
         "60s",
         "place",
-        "restart workers that were silent for so long, or for 10 median steps, and ten times that at their start; "
+        "restart workers that were silent for so long, or for 10 median steps, and sixty times that at their start; "
         "0 = never",
         unit="seconds",
         ge=0,

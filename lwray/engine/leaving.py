@@ -15,26 +15,23 @@ class Leaving:
     """A look at notices: a save as soon as one comes, training on, and one more save just before the deadline."""
 
     def __init__(self, stop: StopRequest, ends_at: float | None, save_seconds: Callable[[], float]) -> None:
-        """`ends_at` is the end of the allocation in Unix seconds; `save_seconds()` is what the latest save took."""
+        """`ends_at` is the end of the allocation in Unix seconds, for rank 0 alone: its clock is the clock.
+
+        `save_seconds()` is what the latest save took.
+        """
         self._stop, self._ends_at, self._save_seconds = stop, ends_at, save_seconds
-        self._step_seconds = 0.0
+        self._step_seconds = self._evaluation_seconds = 0.0
+        self._near = False
         self._heeded: Notice | None = None
+        self.notice: Notice | None = None
+        """What the last `flags` spoke of."""
 
-    @property
-    def notice(self) -> Notice | None:
-        """What asks for the end now: what was said, or the end of the allocation once it is near."""
-        said = self._stop.notice
-        if said is not None or self._ends_at is None:
-            return said
-        near = self._ends_at - time.time() <= max(LEAD_S, LEAD * self._needed())
-        return Notice("time_limit", self._ends_at) if near else None
-
-    def flags(self) -> dict[str, float]:
-        """`stop`: end with this step; `notice`: save now, and go on."""
-        notice = self.notice
+    def flags(self, *, evaluates: bool) -> dict[str, float]:
+        """`stop`: end with this step; `notice`: save now, and go on. An evaluation, if one is due, must still fit."""
+        self.notice = notice = self._look()
         if notice is None:
             return {"stop": 0.0, "notice": 0.0}
-        stops = notice.deadline is None or notice.deadline - time.time() <= self._needed()
+        stops = notice.deadline is None or notice.deadline - time.time() <= self._needed(evaluates)
         return {"stop": float(stops), "notice": float(not stops and notice != self._heeded)}
 
     def heed(self) -> Notice | None:
@@ -46,6 +43,19 @@ class Leaving:
         """How long the step before this boundary took."""
         self._step_seconds = seconds
 
-    def _needed(self) -> float:
-        """Seconds that one more step and the last save may take."""
-        return SAFETY * (self._step_seconds + self._save_seconds()) + SPARE_S
+    def evaluated(self, seconds: float) -> None:
+        """How long an evaluation took."""
+        self._evaluation_seconds = seconds
+
+    def _look(self) -> Notice | None:
+        """What asks for the end now: what was said, or the end of the allocation once it is near and comes first."""
+        said, end = self._stop.notice, self._ends_at
+        if end is None or (said is not None and (said.deadline is None or said.deadline <= end)):
+            return said
+        self._near |= end - time.time() <= max(LEAD_S, LEAD * self._needed(True))
+        return Notice("time_limit", end) if self._near else said
+
+    def _needed(self, evaluates: bool) -> float:
+        """Seconds that this step, its evaluation and the last save may take."""
+        evaluation = self._evaluation_seconds if evaluates else 0.0
+        return SAFETY * (self._step_seconds + evaluation + self._save_seconds()) + SPARE_S

@@ -37,11 +37,11 @@ class Sign:
     """Seconds of silence after this sign that are no hang."""
 
     @classmethod
-    def read(cls, path: Path) -> "Sign | None":
-        """The last sign; None before the first. Raises OSError."""
+    def of(cls, data: bytes) -> "Sign | None":
+        """None where not all of it is there yet, as a shared file system may show it."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError):
             return None
 
 

@@ -1,14 +1,19 @@
 """A request to stop: set by a signal or by a file, looked at by the loop at the step boundary."""
 
 import json
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+USER = ("INT", "TERM")
+TWICE_S = 1.0
+"""Some launchers send one signal to a process and its parent, which hands it on: that is no second Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ def by_name(signal_name: str) -> Notice:
 
 
 class StopRequest:
-    """Holds what asked the run to stop, if anything did; a later word takes the place of an earlier one.
+    """Holds what asked the run to stop, if anything did; a later word takes an earlier one's place, but not the user's.
 
     `explain` says what a signal means (`INT`, `TERM`, `USR1`). It may ask another program, so a handler never calls it.
     """
@@ -50,7 +55,7 @@ class StopRequest:
     def notice(self) -> Notice | None:
         if self._signal is not None:
             name, self._signal = self._signal, None
-            self._notice = self._explain(name)
+            self._take(self._explain(name))
         return self._notice
 
     @property
@@ -64,14 +69,15 @@ class StopRequest:
 
     def trap_signals(self) -> None:
         """Take SIGINT, SIGTERM and SIGUSR1 as requests; a second SIGINT leaves at once. Main thread only."""
-        interrupted = False
+        interrupted = math.inf
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             nonlocal interrupted
-            if number == signal.SIGINT and interrupted:
+            if number == signal.SIGINT and time.monotonic() > interrupted + TWICE_S:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt
-            interrupted |= number == signal.SIGINT
+            if number == signal.SIGINT:
+                interrupted = min(interrupted, time.monotonic())
             self._signal = signal.Signals(number).name.removeprefix("SIG")
 
         for number in SIGNALS:
@@ -90,9 +96,15 @@ class StopRequest:
                         # a shared file system may show a file before all of it is there
                         continue
                     if said != heard:
-                        self._notice = heard = said
+                        heard = said
+                        self._take(said)
 
         threading.Thread(target=look, name="stop-watch", daemon=True).start()
+
+    def _take(self, notice: Notice) -> None:
+        # what the user wants stands, whatever befalls the machines after it
+        if self._notice is None or self._notice.cause not in USER or notice.cause in USER:
+            self._notice = notice
 
     def close(self) -> None:
         """End the watching thread."""

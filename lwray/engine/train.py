@@ -26,7 +26,8 @@ def train(session: Session, world: World, stop: StopRequest) -> Outcome:
         make_deterministic()
     with closing(assemble(session, world)) as run:
         try:
-            run_steps(run, Leaving(stop, session.ends_at, lambda: run.saver.seconds))
+            ends_at = session.ends_at if world.rank == 0 else None
+            run_steps(run, Leaving(stop, ends_at, lambda: run.saver.seconds))
         except Diverged:
             # an earlier state that is being saved is a good one
             run.life.saves(run.progress.step)
@@ -45,6 +46,7 @@ def run_steps(run: Run, leaving: Leaving) -> None:
     run.agreement.begin(run.feed.weights(progress.step))
     weights = run.agreement.end()
     order_buckets(run, weights)
+    make_up_for_evaluation(run, leaving)
 
     while progress.ended is None and progress.step < run.total_steps:
         step = progress.step
@@ -54,7 +56,9 @@ def run_steps(run: Run, leaving: Leaving) -> None:
         next_weights = run.feed.weights(step + 1)
         metrics.waited(time.perf_counter() - started)
         # begun here and read at the step's end: no device waits for what the ranks agree on
-        run.agreement.begin(next_weights | flags(run, leaving))
+        last = step + 1 == run.total_steps
+        evaluates = len(run.val_rows) > 0 and (last or is_due(step + 1, config.eval.every_steps))
+        run.agreement.begin(next_weights | flags(run, leaving, evaluates))
 
         reach("step.backward", step, run.world.rank)
         objective = Objective(run.task, weights, run.world.device)
@@ -71,8 +75,8 @@ def run_steps(run: Run, leaving: Leaving) -> None:
         leaving.stepped(time.perf_counter() - started)
         run.life.took(time.perf_counter() - started)
 
-        last = progress.step == run.total_steps
-        evaluates = len(run.val_rows) > 0 and (last or is_due(progress.step, config.eval.every_steps))
+        # the machines go: what can be made good at the next start is left to it
+        evaluates &= last or not agreed["stop"]
         saves = agreed["save"] > 0 or is_due(progress.step, config.checkpoint.every_steps) or run.saver.owes
         noticed = agreed["notice"] > 0
         logged = is_due(progress.step, config.train.log_every) or step == 0 or last
@@ -80,17 +84,14 @@ def run_steps(run: Run, leaving: Leaving) -> None:
         metrics.step(step, lr, objective, norm, logged=logged)
 
         paused = time.perf_counter()
+        if noticed and not last:
+            save_at_notice(run, leaving)
         if evaluates:
             metrics.flush()
-            reach("evaluate", step, run.world.rank)
-            progress.evaluated(evaluation(run), config.eval.min_delta)
-            record_evaluation(run, step)
+            evaluate_after(run, step, leaving)
         progress.ended = why_end(run, agreed, leaving, last, evaluates)
         run.saver.advance(agreed)
-        if noticed and progress.ended is None:
-            save_at_notice(run, leaving)
-        else:
-            save(run, due=saves)
+        save(run, due=saves and not noticed)
         metrics.paused(time.perf_counter() - paused)
         if progress.ended is None:
             run.life.trains(progress.step)
@@ -112,15 +113,34 @@ def order_buckets(run: Run, weights: Mapping[str, float]) -> None:
         run.backend.discard()
 
 
-def flags(run: Run, leaving: Leaving) -> dict[str, float]:
+def flags(run: Run, leaving: Leaving, evaluates: bool) -> dict[str, float]:
     """What this rank has to say at the step boundary; all hear a sum above zero. Rank 0's clock is the clock."""
     first = run.world.rank == 0
     return {
         "save": float(first and run.saver.interval.is_due()),
         "out_of_time": float(first and out_of_time(run.config, run.progress)),
-        **leaving.flags(),
+        **leaving.flags(evaluates=evaluates),
         **run.saver.flags(),
     }
+
+
+def make_up_for_evaluation(run: Run, leaving: Leaving) -> None:
+    """One that was due when the workers before had no time for it, with all that follows from it."""
+    progress = run.progress
+    due = len(run.val_rows) > 0 and progress.step > 0 and is_due(progress.step, run.config.eval.every_steps)
+    if due and progress.val_step != progress.step:
+        evaluate_after(run, progress.step - 1, leaving)
+        progress.ended = why_end(run, {"out_of_time": 0.0, "stop": 0.0}, leaving, last=False, evaluated=True)
+        save(run, due=False)
+
+
+def evaluate_after(run: Run, step: int, leaving: Leaving) -> None:
+    """The loss of the state after `step` over the held-out rows, into the run's progress and journal."""
+    began = time.perf_counter()
+    reach("evaluate", step, run.world.rank)
+    run.progress.evaluated(evaluation(run), run.config.eval.min_delta)
+    record_evaluation(run, step)
+    leaving.evaluated(time.perf_counter() - began)
 
 
 def save(run: Run, *, due: bool) -> None:
@@ -131,7 +151,8 @@ def save(run: Run, *, due: bool) -> None:
         return
     run.life.saves(progress.step)
     run.metrics.flush()
-    progress.loss = run.metrics.loss
+    if run.metrics.loss is not None:
+        progress.loss = run.metrics.loss
     if progress.ended:
         run.saver.save(progress, "final", last=True)
     else:

@@ -241,6 +241,7 @@ def env_record(argv: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions(PACKAGES),
         "hostname": socket.gethostname(),
+        "pid": os.getpid(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
     }
