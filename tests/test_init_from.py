@@ -111,6 +111,10 @@ def test_a_run_starts_with_the_weights_of_another(storage: Path, which: str, ste
     assert len(init["checksum"]) == 16
 
 
+def test_options_of_the_task_may_be_others_where_the_shapes_are_the_same(storage: Path) -> None:
+    assert train(storage, "b", "init.from=a", "task.options.remark=other", *STANDS_STILL) == ExitCode.FINISHED
+
+
 def test_with_the_optimiser_it_goes_on_as_the_other_did_bit_for_bit(storage: Path) -> None:
     assert train(storage, "b", "init.from=a@10", "init.optimizer=true", "train.steps=10") == ExitCode.FINISHED
     assert losses_of(storage, "b") == losses_of(storage, "a")[10:]

@@ -28,10 +28,12 @@ from lwray.tracking.rundir import Identity, RunDir, differing, maths_of
 from lwray.tracking.storage import Storage, find_run_at, pull_run, run_names
 
 SHOWN = 4
-MEANING = ("model.", "task.", "data.tokenizer", "data.vocab_size")
+MEANING = ("model.", "task.name", "data.tokenizer", "data.vocab_size")
 """Keys that say what the weights mean."""
 COMPUTES_ALIKE = ("model.dropout", "model.context")
 """Of them, those that a branch may change: weights mean the same under any value."""
+SHAPING = ("model.", "task.")
+"""Keys that may say why weights have other shapes."""
 FORMS = "RUN, RUN@STEP, RUN@best, a Hugging Face or torch.distributed.checkpoint directory, a .safetensors or .pt file"
 
 
@@ -94,28 +96,30 @@ def check_initial(initial: Initial, task: Task, config: Config) -> None:
         raise UserError(f"init.from = {initial.text!r}: {initial} cannot be used: {error}.") from None
     if initial.optimizer and not all(reader_of(initial).keys(kind) for kind in MOMENTS):
         raise UserError(f"init.optimizer: {initial} holds no moments of {config.optim.name}. Leave the key away.")
-    other = other_keys(initial, config)
     if unlike := differences(network, weights, excused=_frozen_there(initial)):
+        shaping = other_keys(initial, config, SHAPING)
         raise UserError(
             f"init.from = {initial.text!r}: {initial} holds the weights of another network: {'; '.join(unlike)}."
-            f"{' That run has ' + '; '.join(other) + '.' if other else ''}"
+            f"{' That run has ' + '; '.join(shaping) + '.' if shaping else ''}"
         )
-    if other:
+    if other := other_keys(initial, config, MEANING, excused=COMPUTES_ALIKE):
         raise UserError(
             f"init.from = {initial.text!r}: the run's weights are of another model or tokeniser: {'; '.join(other)}. "
             "Give these keys as they are there."
         )
 
 
-def other_keys(initial: Initial, config: Config) -> list[str]:
-    """Of a run: the keys, with both values, under which weights of the same shapes mean something else here."""
+def other_keys(
+    initial: Initial, config: Config, beginnings: tuple[str, ...], excused: Collection[str] = ()
+) -> list[str]:
+    """Of a run: the keys that begin so and are others here, with both values."""
     if initial.kind != "run" or not (run := _run_of(initial)).identity.is_file():
         return []
     changed = differing(maths_of(Config()) | Identity.read(run.identity).maths, maths_of(config))
     return [
         f"{key} = {old!r}, here {new!r}"
         for key, old, new in changed
-        if key.startswith(MEANING) and key not in COMPUTES_ALIKE
+        if key.startswith(beginnings) and key not in excused
     ]
 
 

@@ -65,7 +65,7 @@ class Attempt:
 
     @property
     def stop(self) -> Path:
-        """While this file exists the group is asked to commit and end; it holds the cause, such as a signal's name."""
+        """While this file exists the group is asked to commit and end; it holds cause and deadline."""
         return self.path / f"stop-{self.group:02d}"
 
     @property
